@@ -1,0 +1,1 @@
+"""Who proposes: the catalog, and later language models and coding agents."""

@@ -1,0 +1,401 @@
+"""One candidate through the gates, in order; the first that fails ends it.
+
+Each gate is a method that returns a GateResult. The candidate runs in children only; this process draws the seeds,
+holds the expected values and gives the verdict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from harness import decide, guard, numerics, stats
+from harness import messages as m
+from harness.errors import ProgramError, WorkerError
+from harness.judge import Judge, measure_launch
+from harness.placement import Placement
+from harness.sandbox import Child
+from harness.schema import Attempt, Decision, Gate, GateResult, Launch, OutputError, Status
+
+FRESH_SEEDS = 5
+STATUS_OF_ERROR = {
+    "timed_out": Status.TIMED_OUT,
+    "crashed": Status.CRASHED,
+    "candidate": Status.CRASHED,
+    "failed": Status.CRASHED,
+    "build": Status.BUILD_FAILED,
+}
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """What is to be judged: the file as copied into the run, its number, and who wrote it."""
+
+    attempt: int
+    file: Path
+    relative: str
+    agent: str
+    model: str | None = None
+    tokens: int = 0
+    cost_usd: float = 0.0
+
+
+class Evaluation:
+    """One candidate on its way through the gates."""
+
+    def __init__(self, judge: Judge, proposed: Proposed, stack: Mapping[str, str]) -> None:
+        self.judge = judge
+        self.proposed = proposed
+        self.stack = dict(stack)
+        """Kept rewrites: name to file, in order."""
+        self.file = str(proposed.file)
+        self.built: m.Built | None = None
+        self.placement: Placement = None  # type: ignore[assignment]  # set by the build gate, before any reader
+        self.displaced: tuple[str, ...] = ()
+        self.launches: list[Launch] = []
+        self.decision: Decision | None = None
+        self.persistent_bytes = 0
+        self._children: ExitStack
+        self._site: Child | None = None
+        self._step: Child | None = None
+
+    def run(self, until: Gate = Gate.CONFIRM) -> tuple[GateResult, ...]:
+        """Every gate up to `until`, stopping after the first that fails."""
+        gates: dict[Gate, Callable[[], GateResult]] = {
+            Gate.GUARD: self.guard,
+            Gate.BUILD: self.build,
+            Gate.NUMERICS: self.numerics,
+            Gate.SCREEN: self.screen,
+            Gate.ENGAGE: self.engage,
+            Gate.STEP_NUMERICS: self.step_numerics,
+            Gate.CONFIRM: self.confirm,
+        }
+        results: list[GateResult] = []
+        with ExitStack() as self._children:
+            for gate, check in gates.items():
+                self.judge.said(f"{gate}")
+                start = time.monotonic()
+                try:
+                    result = check()
+                except WorkerError as error:
+                    result = failed(gate, STATUS_OF_ERROR[error.kind], str(error))
+                results.append(result.model_copy(update={"seconds": round(time.monotonic() - start, 3)}))
+                if not result.passed or gate is until:
+                    break
+        return tuple(results)
+
+    def guard(self) -> GateResult:
+        complaints = guard.inspect(self.proposed.file)
+        if complaints:
+            return failed(Gate.GUARD, Status.REFUSED, "; ".join(map(str, complaints[:3])))
+        return passed(Gate.GUARD)
+
+    def build(self) -> GateResult:
+        judge = self.judge
+        built = self._site_child().ask(m.Build(file=self.file), m.Built, judge.limits.build_s)
+        self.built = built
+        try:
+            self.placement = Placement(judge, built)
+        except ProgramError as error:
+            return failed(Gate.BUILD, Status.BUILD_FAILED, str(error))
+        if complaint := self.placement.complaint():
+            return failed(Gate.BUILD, Status.BUILD_FAILED, complaint)
+        return passed(Gate.BUILD, evidence={"sites": self.placement.counts()})
+
+    def numerics(self) -> GateResult:
+        judge = self.judge
+        built = self.built
+        assert built is not None
+        own = judge.workload.dtype
+        storages = tuple(dict.fromkeys((own, *(["fp32"] if "fp32" in built.dtypes else []))))
+        errors: list[OutputError] = []
+        counted = 0
+        for phase in self.placement.changed():
+            spans = self.placement.judged_spans(phase)
+            fresh = FRESH_SEEDS if phase == self.placement.target else 1
+            request = m.RecordSites(
+                phase=phase,
+                spans=spans,
+                seeds=tuple(judge.draw("numerics", self.proposed.attempt, phase, i) for i in range(1 + fresh)),
+                adversarial=True,
+                storages=storages,
+                directory=str(judge.scratch / "cases"),
+            )
+            recorded = judge.oracle().ask(request, m.Recorded, judge.limits.numerics_s)
+            counted += len(recorded.cases)
+            errors += self._judge_cases(recorded.cases)
+            shutil.rmtree(judge.scratch / "cases", ignore_errors=True)
+            if any(not error.ok for error in errors):
+                break
+        bad = tuple(error for error in errors if not error.ok)
+        evidence = {"cases": counted, "outputs_judged": len(errors), "storages": list(storages)}
+        if bad:
+            return failed(Gate.NUMERICS, Status.WRONG, describe(bad), errors=bad[:20], evidence=evidence)
+        worst = max(errors, key=lambda e: (e.error or 0) / e.budget if e.budget else 0.0, default=None)
+        return passed(Gate.NUMERICS, errors=(worst,) if worst else (), evidence=evidence)
+
+    def _judge_cases(self, cases: Sequence[m.RecordedCase]) -> tuple[OutputError, ...]:
+        """Runs the cases in a child that sees the inputs alone, then compares here."""
+        judge = self.judge
+        asked = tuple(
+            m.SiteCase(
+                span=c.span,
+                case=c.case,
+                storage=c.storage,
+                inputs=c.inputs,
+                outputs=f"{c.inputs}.made",
+                output_specs=c.output_specs,
+            )
+            for c in cases
+        )
+        request = m.RunSites(file=self.file, cases=asked)
+        ran = self._site_child().ask(request, m.SitesRun, judge.limits.numerics_s)
+        if len(ran.cases) != len(cases):
+            raise WorkerError("crashed", "the worker answered for another number of cases than it was given")
+        return numerics.judge([self._result(c, a, r) for c, a, r in zip(cases, asked, ran.cases, strict=True)])
+
+    def _result(self, case: m.RecordedCase, asked: m.SiteCase, ran: m.CaseRun) -> numerics.Result:
+        built = self.built
+        assert built is not None
+        expected = load_file(case.expected)
+        made = load_file(asked.outputs)
+        outputs = strip(made, "out.")
+        if case.rows:
+            rows = expected["rows"]
+            outputs = {k: t[rows] if t.dim() and t.shape[0] > int(rows[-1]) else t for k, t in outputs.items()}
+        choice = None
+        call = self.placement.programs[case.span.phase].calls[case.span.stop - 1]
+        if case.choice is not None and call.region.decision is not None:
+            choice = numerics.Choice(
+                scores=expected["scores"],
+                reference_error=case.choice_error,
+                ids=case.choice,
+                decision=call.region.decision,
+                weights=strip(expected, "vector."),
+                attrs=call.attrs,
+            )
+        return numerics.Result(
+            expected=numerics.Expected(
+                region=case.region,
+                layer=case.layer,
+                case=f"{case.case}, {case.span.phase}, {case.storage}",
+                storage=case.storage,
+                reference=strip(expected, "ref."),
+                oracle=strip(expected, "oracle."),
+                before=strip(expected, "before."),
+                cache_reference=strip(expected, "cacheref."),
+                cache_oracle=strip(expected, "cacheoracle."),
+                choice=choice,
+            ),
+            outputs=outputs,
+            caches={k: t for k, t in strip(made, "cache.").items() if f"before.{k}" in expected},
+            touched=ran.touched,
+            repeat_differs=ran.repeat_differs,
+            deterministic=built.deterministic,
+        )
+
+    def _site_child(self) -> Child:
+        """The child that builds the candidate and runs it at single sites; it never sees an expected value."""
+        if self._site is None:
+            self._site, _ = self._children.enter_context(self.judge.child({"A": ()}, "sites"))
+        return self._site
+
+    def _step_child(self) -> Child:
+        """The child of the whole-step gates: arm A is the kept stack, B the stack with the candidate."""
+        if self._step is None:
+            self._close_children()
+            self._step, opened = self._children.enter_context(self.judge.child(self.arms(), "step"))
+            before = opened.displaced.get("A", ())
+            self.displaced = tuple(name for name in opened.displaced.get("B", ()) if name not in before)
+        return self._step
+
+    def _close_children(self) -> None:
+        self._children.close()
+        self._site = self._step = None
+
+    def arms(self) -> dict[str, tuple[str, ...]]:
+        assert self.built is not None
+        kept = {name: file for name, file in self.stack.items() if name != self.built.name}
+        return {"A": tuple(self.stack.values()), "B": (*kept.values(), self.file)}
+
+    def screen(self) -> GateResult:
+        launch = self._launch(self._step_child(), 0, (self.placement.target,), self.judge.limits.screen_blocks, "screen")
+        verdict = decide.screen(launch, self.placement.target, self.judge.rule)
+        evidence = {"median_log_ratio": verdict.median}
+        if not verdict.passed:
+            return failed(Gate.SCREEN, Status.REJECTED, verdict.reason, evidence=evidence)
+        return passed(Gate.SCREEN, reason=verdict.reason, evidence=evidence)
+
+    def engage(self) -> GateResult:
+        judge, built = self.judge, self.built
+        assert built is not None
+        child = self._step_child()
+        target = self.placement.target
+        sites = len(self.placement.sites(target))
+        path = judge.scratch / "step" / "engage"
+        seed = judge.draw("engage", self.proposed.attempt)
+
+        def step(poison: int | None) -> tuple[m.StepRun, dict[str, Tensor]]:
+            request = m.RunStep(arm="B", phase=target, seed=seed, path=str(path), rewrite=built.name, poison=poison)
+            ran = child.ask(request, m.StepRun, judge.limits.step_s)
+            return ran, load_file(path)
+
+        clean, logits = step(None)
+        if clean.sites != sites:
+            return failed(Gate.ENGAGE, Status.NOT_ENGAGED, f"ran at {clean.sites} of {sites} sites of {target}")
+        for index in sorted({0, sites // 2, sites - 1}):
+            _, poisoned = step(index)
+            if all(torch.equal(poisoned[name], logits[name]) for name in logits):
+                return failed(
+                    Gate.ENGAGE, Status.NOT_ENGAGED, f"NaN in place of its outputs at site {index + 1} of {sites} leaves "
+                    "the logits as they are: the outputs are not used"
+                )  # fmt: skip
+        evidence: dict[str, object] = {"sites": f"{sites} of {sites}", "poisoned": "logits followed"}
+        if judge.device.startswith("cuda"):
+            seen = child.ask(m.ListKernels(arm="B", phase=target, rewrite=built.name), m.Kernels, judge.limits.step_s)
+            evidence["kernels"] = sorted({name for names in seen.by_site for name in names})
+            missing = missing_kernels(built, seen)
+            if missing:
+                return failed(Gate.ENGAGE, Status.NOT_ENGAGED, missing, evidence=evidence)
+        return passed(Gate.ENGAGE, evidence=evidence)
+
+    def step_numerics(self) -> GateResult:
+        judge = self.judge
+        errors = []
+        for phase in self.placement.changed():
+            if not judge.workload.phase(phase).decides:
+                continue
+            path = judge.scratch / f"step-{phase}"
+            seed = judge.draw("step", self.proposed.attempt, phase)
+            judge.oracle().ask(m.RecordStep(phase=phase, seed=seed, path=str(path)), m.StepRun, judge.limits.step_s)
+            made = judge.scratch / "step" / "logits"
+            request = m.RunStep(arm="B", phase=phase, seed=seed, path=str(made), forced=str(path))
+            self._step_child().ask(request, m.StepRun, judge.limits.step_s)
+            expected, logits = load_file(f"{path}.expected"), load_file(made)
+            errors += [
+                numerics.judge_step(logits[name], expected[f"ref.{name}"], expected[f"oracle.{name}"], phase=phase)
+                for name in strip(expected, "ref.")
+            ]
+        bad = tuple(error for error in errors if not error.ok)
+        if bad:
+            return failed(Gate.STEP_NUMERICS, Status.WRONG, describe(bad), errors=bad)
+        return passed(Gate.STEP_NUMERICS, errors=tuple(errors))
+
+    def confirm(self) -> GateResult:
+        judge = self.judge
+        self._close_children()
+        target = self.placement.target
+        guards = [phase for phase in self.placement.changed() if phase != target]
+        while self.decision is None:
+            self._confirm_batch(decide.needed(self.launches), (target, *guards))
+            self.decision = decide.confirm(self.launches, target, guards, judge.rule)
+        if self.decision.status is Status.KEPT:
+            return passed(Gate.CONFIRM, reason=self.decision.reason)
+        return failed(Gate.CONFIRM, self.decision.status, self.decision.reason)
+
+    def _confirm_batch(self, count: int, phases: Sequence[str]) -> None:
+        """`count` fresh processes: they start side by side, then load, heat and measure one after the other."""
+        judge = self.judge
+        first = len(self.launches)
+        with ExitStack() as stack:
+            children = [
+                stack.enter_context(Child(judge.scratch / f"confirm-{first + i}")) for i in range(count)
+            ]
+            for child in children:
+                child.wait_ready()
+            for index, child in enumerate(children, start=first):
+                judge.said(f"confirm {index + 1}/{first + count}")
+                seed = judge.draw("confirm", self.proposed.attempt, index)
+                child.ask(judge.opening(self.arms(), child.scratch, seed), m.Opened, judge.limits.build_s)
+                blocks = judge.limits.confirm_blocks
+                self.launches.append(self._launch(child, index, phases, blocks, "confirm"))
+                child.close()
+
+    def _launch(self, child: Child, index: int, phases: Sequence[str], blocks: int, label: str) -> Launch:
+        launch, held = measure_launch(
+            self.judge, child, phases, blocks=blocks, index=index, label=f"{label}/{self.proposed.attempt}"
+        )
+        self.persistent_bytes = max(self.persistent_bytes, held)
+        return launch
+
+    def attempt(
+        self, results: tuple[GateResult, ...], *, parent: str | None, started: datetime, device: str, baseline_hash: str
+    ) -> Attempt:
+        """The ledger line."""
+        last = results[-1]
+        status = last.status or Status.KEPT
+        decision = self.decision or Decision(status=status, reason=last.reason)
+        built = self.built
+        measured = tuple(self.launches[0].blocks) if self.launches else ()
+        return Attempt(
+            attempt=self.proposed.attempt,
+            name=built.name if built else self.proposed.file.stem,
+            regions=built.regions if built else (),
+            backend=built.backend if built else "",
+            target=self.placement.target if self.placement else "",
+            file=self.proposed.relative,
+            file_sha256=hashlib.sha256(self.proposed.file.read_bytes()).hexdigest(),
+            parent=parent,
+            agent=self.proposed.agent,
+            model=self.proposed.model,
+            tokens=self.proposed.tokens,
+            cost_usd=self.proposed.cost_usd,
+            summary=built.summary if built else "",
+            started=started.astimezone(UTC).isoformat(timespec="seconds"),
+            seconds=round((datetime.now(UTC) - started).total_seconds(), 3),
+            gates=results,
+            launches=tuple(self.launches),
+            estimates=tuple(stats.estimate(self.launches, phase) for phase in measured),
+            decision=decision,
+            displaced=self.displaced,
+            sites=self.placement.counts() if self.placement else {},
+            persistent_bytes=self.persistent_bytes,
+            device=device,
+            baseline_hash=baseline_hash,
+        )
+
+
+def missing_kernels(built: m.Built, seen: m.Kernels) -> str:
+    """Why the launch list does not bear out the declaration; empty where it does."""
+    if built.backend in ("triton", "cuda"):
+        if not built.kernels:
+            return "Rewrite.kernels is empty: name the device kernels that a profile must show"
+        for number, names in enumerate(seen.by_site, start=1):
+            if not any(kernel in name for kernel in built.kernels for name in names):
+                return f"none of {', '.join(built.kernels)} was launched at site {number} of {seen.sites}"
+    return ""
+
+
+def strip(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def describe(errors: Sequence[OutputError]) -> str:
+    first = errors[0]
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return f"{first.region} at layer {first.layer}, {first.case}, output {first.output}: {first.reason}{more}"
+
+
+def passed(gate: Gate, *, reason: str = "", errors: tuple[OutputError, ...] = (), evidence: dict[str, object] | None = None) -> GateResult:  # fmt: skip
+    return GateResult(gate=gate, passed=True, seconds=0, reason=reason, errors=errors, evidence=evidence or {})
+
+
+def failed(
+    gate: Gate,
+    status: Status,
+    reason: str,
+    *,
+    errors: tuple[OutputError, ...] = (),
+    evidence: dict[str, object] | None = None,
+) -> GateResult:
+    return GateResult(gate=gate, passed=False, seconds=0, status=status, reason=reason, errors=errors, evidence=evidence or {})

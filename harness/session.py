@@ -1,0 +1,246 @@
+"""A run directory and everything in it: configuration, ledger, measured files, profiles, the kept stack, git.
+
+    run.json  ledger.jsonl  candidates/  profiles/  traces/  report.html  ledger.csv  waterfall.svg
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from harness import ladder, profiling, roofline
+from harness import messages as m
+from harness.brief import Brief, Proposal
+from harness.errors import DataError, KeepError, UsageError
+from harness.evaluate import Evaluation, Proposed
+from harness.judge import Judge
+from harness.keep import Keeper, Rung
+from harness.ledger import Ledger, write_atomic
+from harness.schema import Attempt, Commit, Gap, Ladder, Profile, RunConfig, Status
+
+COMMIT_FILE = "stack.json"
+
+
+@dataclass
+class Session:
+    """One sitting of a run. What it knows is what the ledger says, so that a killed run goes on where it was."""
+
+    config: RunConfig
+    directory: Path
+    ledger: Ledger
+    judge: Judge
+    keeper: Keeper | None
+    said: Callable[[str], None] = lambda _: None
+    judged: Callable[[Attempt], None] = lambda _: None
+    """Told of each attempt once it stands in the ledger."""
+    warnings: list[str] = field(default_factory=list)
+    """What a user must be told at the end: wins that are not committed."""
+
+    def attempts(self) -> tuple[Attempt, ...]:
+        return tuple(line for line in self.ledger.read() if isinstance(line, Attempt))
+
+    def stack(self) -> dict[str, str]:
+        """Kept rewrites by name, in order, with the paths of their files; a newer one of a name replaces the older."""
+        kept: dict[str, str] = {}
+        for attempt in self.attempts():
+            if attempt.decision.status is Status.KEPT:
+                kept.pop(attempt.name, None)
+                kept[attempt.name] = str(self.directory / attempt.file)
+        return kept
+
+    def spent_s(self) -> float:
+        """Seconds of judging, over all sittings."""
+        return sum(attempt.seconds for attempt in self.attempts())
+
+    def budget_left(self) -> str:
+        """Empty while the run may go on; else why it ends."""
+        config = self.config
+        attempts = self.attempts()
+        if config.attempts is not None and len(attempts) >= config.attempts:
+            return f"{config.attempts} attempts made"
+        if config.hours is not None and self.spent_s() >= config.hours * 3600:
+            return f"{config.hours} hours spent"
+        if config.budget_usd is not None and sum(a.cost_usd for a in attempts) >= config.budget_usd:
+            return f"${config.budget_usd} spent"
+        return ""
+
+    def brief(self) -> Brief:
+        attempts = self.attempts()
+        return Brief(
+            workload=self.config.workload,
+            device=self.judge.device,
+            attempt=len(attempts) + 1,
+            attempts=attempts,
+            stack=tuple(self.stack()),
+            gaps=self.gaps,
+        )
+
+    def evaluate(self, proposal: Proposal) -> Attempt:
+        """Copies the proposal into the run, and takes exactly those bytes through the gates."""
+        number = len(self.attempts()) + 1
+        relative = f"candidates/{number:03d}-{proposal.stem}.py"
+        path = self.directory / relative
+        write_atomic(path, proposal.source)
+        started = datetime.now(UTC)
+        proposed = Proposed(
+            attempt=number,
+            file=path,
+            relative=relative,
+            agent=proposal.agent,
+            model=proposal.model,
+            tokens=proposal.tokens,
+            cost_usd=proposal.cost_usd,
+        )
+        evaluation = Evaluation(self.judge, proposed, self.stack())
+        results = evaluation.run()
+        parents = [a.file_sha256 for a in self.attempts() if a.decision.status is Status.KEPT]
+        return evaluation.attempt(
+            results,
+            parent=parents[-1] if parents else None,
+            started=started,
+            device=self.config.fingerprint.device,
+            baseline_hash=self.config.baseline_hash,
+        )
+
+    def record(self, attempt: Attempt) -> None:
+        """The ledger first, then git: a commit without a ledger line cannot be."""
+        self.ledger.append(attempt)
+        if attempt.decision.status is Status.KEPT:
+            self.commit(attempt)
+
+    def commit(self, attempt: Attempt) -> None:
+        """Puts a kept rung on the run's branch and says so in the ledger; a failure leaves a patch and a warning."""
+        if self.keeper is None:
+            return
+        source = (self.directory / attempt.file).read_bytes()
+        rung = Rung(attempt.attempt, attempt.name, source, attempt.file_sha256, commit_message(attempt))
+        try:
+            commit = self.keeper.find(attempt.attempt) or self.keeper.commit(rung, {COMMIT_FILE: self._stack_json()})
+        except KeepError as error:
+            self.warnings.append(str(error))
+            self.ledger.append(
+                Commit(attempt=attempt.attempt, commit=None, branch=self.keeper.branch, patch=str(error.patch), reason=str(error))
+            )  # fmt: skip
+            return
+        self.ledger.append(Commit(attempt=attempt.attempt, commit=commit, branch=self.keeper.branch))
+
+    def settle(self) -> None:
+        """After a kill: commits what the ledger says was kept and git does not have yet."""
+        done = {line.attempt for line in self.ledger.read() if isinstance(line, Commit) and line.commit}
+        for attempt in self.attempts():
+            if attempt.decision.status is Status.KEPT and attempt.attempt not in done:
+                self.commit(attempt)
+
+    def _stack_json(self) -> bytes:
+        rows = [
+            {"attempt": a.attempt, "name": a.name, "file": Path(a.file).name, "sha256": a.file_sha256}
+            for a in self.attempts()
+            if a.decision.status is Status.KEPT
+        ]
+        return (json.dumps({"workload": self.config.workload, "rungs": rows}, indent=2) + "\n").encode()
+
+    def profile(self, phase: str) -> Profile:
+        """The kept stack's profile of a phase, taken once for each stack and held in `profiles/`."""
+        stack = self.stack()
+        digest = hashlib.sha256("\n".join(stack.values()).encode()).hexdigest()[:12] if stack else "baseline"
+        path = self.directory / "profiles" / f"{phase}-{digest}.json"
+        if path.exists():
+            return Profile.model_validate_json(path.read_bytes())
+        self.said(f"profile {phase}")
+        profile = take_profile(self.judge, tuple(stack.values()), phase, self.config.ceilings)
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, profile.model_dump_json(indent=1))
+        return profile
+
+    def gaps(self) -> tuple[Gap, ...]:
+        phase = self.judge.workload.deciding[0].name
+        return roofline.gaps(self.profile(phase), self.config.ceilings)
+
+    def climb(
+        self,
+        phases: list[str],
+        *,
+        processes: int,
+        rounds: int,
+        peers: list[ladder.PeerSpec],
+        command: str,
+        ends: bool = False,
+    ) -> list[Ladder]:
+        """Re-measures every kept rung, interleaved, and writes the ladders to the ledger; `ends` the whole stack alone."""
+        stack = tuple(self.stack().items())
+        made = []
+        for phase in phases:
+            before = self.directory / "profiles" / f"{phase}-baseline.json"
+            floor = None
+            if before.exists():
+                floor = sum(r.floor_ms for r in Profile.model_validate_json(before.read_bytes()).regions)
+            result = ladder.measure(
+                self.judge,
+                stack,
+                phase,
+                ends=ends,
+                processes=processes,
+                rounds=rounds,
+                peers=peers,
+                floor_ms=floor,
+                command=command,
+            )
+            self.ledger.append(result)
+            made.append(result)
+        return made
+
+    def close(self) -> None:
+        self.judge.close()
+        self.ledger.close()
+
+
+def take_profile(judge: Judge, files: tuple[str, ...], phase: str, ceilings: profiling.Ceilings, trace: Path | None = None) -> Profile:  # fmt: skip
+    with judge.child({"A": files}, f"profile-{phase}") as (child, _):
+        request = m.TakeProfile(arm="A", phase=phase, ceilings=ceilings, trace=str(trace) if trace else None)
+        return child.ask(request, m.Profiled, judge.limits.step_s).profile
+
+
+def commit_message(attempt: Attempt) -> str:
+    """Subject and body of a rung's commit: what, how much, by which evidence."""
+    lines = [f"{attempt.name}: {attempt.decision.reason}", "", attempt.summary, ""]
+    for estimate in attempt.estimates:
+        lines.append(
+            f"{estimate.phase}: {estimate.baseline_ms:.4g} -> {estimate.candidate_ms:.4g} ms "
+            f"({estimate.processes} processes, {attempt.device})"
+        )
+    return "\n".join(lines).strip()
+
+
+def read_profiles(directory: Path) -> tuple[tuple[Profile, ...], tuple[Profile, ...]]:
+    """(the baseline's, the newest stack's) profiles of a run, one a phase."""
+    newest: dict[str, dict[str, Profile]] = {"before": {}, "after": {}}
+    for path in sorted((directory / "profiles").glob("*.json"), key=lambda p: p.stat().st_mtime):
+        profile = Profile.model_validate_json(path.read_bytes())
+        newest["before" if path.stem.endswith("-baseline") else "after"][profile.phase] = profile
+    return tuple(newest["before"].values()), tuple(newest["after"].values())
+
+
+def load_config(directory: Path) -> RunConfig:
+    """A run's configuration. Raises UsageError where `directory` is no run and DataError where it cannot be read."""
+    path = directory / "run.json"
+    if not path.exists():
+        raise UsageError(f"{directory} is no run directory: it has no run.json (`optimize run` makes one)")
+    try:
+        return RunConfig.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise DataError(f"{path} cannot be read: {error.errors()[0]['msg']}") from error
+
+
+def scratch_folder() -> Path:
+    """A private folder for tensors on their way between processes: shared memory where it has room."""
+    shared = Path("/dev/shm")
+    roomy = shared.is_dir() and shutil.disk_usage(shared).free > 16 << 30
+    return Path(tempfile.mkdtemp(prefix="optimize-", dir=shared if roomy else None))

@@ -100,7 +100,8 @@ def _lost_row(piece: Piece) -> OutputError | None:
     if not lost.any():
         return None
     row = int((mine / size).where(lost, 0.0).argmax())
-    place = piece.place(row * oracle.shape[-1])
+    inside = int((piece.candidate.flatten(0, -2)[row] - oracle[row]).abs().argmax())
+    place = piece.place(row * oracle.shape[-1] + inside)
     return piece.verdict(
         f"{int(lost.sum())} rows are lost, the worst at {list(place[:-1])}: RMSE {float(mine[row]):.3e} in a row of "
         f"rms {float(size[row]):.3e} that the baseline gets within {float(theirs[row]):.1e}",

@@ -21,6 +21,7 @@ NARROW = 640
 OFF_SCALE = 1.35
 """A peer this many times slower than the slowest arm is an arrow at the edge, or it would squeeze the steps."""
 
+
 @dataclass(frozen=True)
 class Frame:
     """Where a waterfall's parts stand: px of the plot's edges, row height, and ms at the right edge."""
@@ -100,7 +101,7 @@ def svg(body: str, width: float, height: float, uid: str, title: str, text: str,
     """An image of `title` and description `text`, for eyes and for screen readers."""
     head = f'<title id="{uid}-t">{escape(title)}</title><desc id="{uid}-d">{escape(text)}</desc>{_patterns(uid)}'
     if standalone:
-        style = PALETTE.format(root=":root") + "\n" + STYLE
+        style = PALETTE + "\n" + STYLE
         head += f'<style>{style}</style><rect width="100%" height="100%" fill="var(--paper)"/>'
     space = ' xmlns="http://www.w3.org/2000/svg"' if standalone else ""
     size = f'width="{width:g}" height="{height:g}" ' if standalone else ""
@@ -130,7 +131,9 @@ def _bar(box: Frame, index: int, low: float, high: float, kind: str, uid: str, t
     return made
 
 
-def _label(box: Frame, index: int, name: str, kind: str, value: str, interval: str | None, *, bold: bool = False) -> str:
+def _label(
+    box: Frame, index: int, name: str, kind: str, value: str, interval: str | None, *, bold: bool = False
+) -> str:
     """Name and kind at the left, value and interval at the right; above the bar where it is narrow."""
     room = 27 if box.narrow else round(box.left / 8)
     shown = name if len(name) <= room else name[: room - 1] + "\u2026"
@@ -163,15 +166,17 @@ def _rows(box: Frame, fall: Waterfall, known: Mapping[str, str], uid: str) -> li
         level = step.level_ms
     index = len(fall.steps) + 1
     final, left = fall.final, fall.residual_ms
-    ends = sorted((level, final.mean))
+    low, high = sorted((level, final.mean))
     made += [
         _join(box, index, level),
-        _bar(box, index, *ends, "hollow", uid, f"residual: {fixed(-left, d, sign=True)} ms"),
+        _bar(box, index, low, high, "hollow", uid, f"residual: {fixed(-left, d, sign=True)} ms"),
         _label(box, index, "Residual", "what the steps leave", f"{fixed(-left, d, sign=True)} ms", None),
         _join(box, index + 1, final.mean),
         _bar(box, index + 1, 0, final.mean, "final", uid, f"kept stack: {fixed(final.mean, d)} ms"),
         _whisker(box, index + 1, final.low, final.high, over=True),
-        _label(box, index + 1, "Kept stack", "", f"{fixed(final.mean, d)} ms", between(final.low, final.high, d), bold=True),
+        _label(
+            box, index + 1, "Kept stack", "", f"{fixed(final.mean, d)} ms", between(final.low, final.high, d), bold=True
+        ),
     ]
     return made
 
@@ -186,8 +191,8 @@ def _rung(box: Frame, index: int, level: float, step: Step, backend: str | None,
     interval = between(_minus(gain.high), _minus(gain.low), box.decimals)
     slower = " slower" if gain.mean < 0 else ""
     tip = f"{step.name}: {text} {interval or ''}{' slower' if slower else ''}".strip()
-    ends = sorted((level, step.level_ms))
-    made = [_bar(box, index, *ends, class_of(backend), uid, tip, slower)]
+    low, high = sorted((level, step.level_ms))
+    made = [_bar(box, index, low, high, class_of(backend), uid, tip, slower)]
     if gain.low is not None and gain.high is not None:
         made.append(_whisker(box, index, level - gain.high, level - gain.low))
     return [*made, _label(box, index, step.name, f"{what}, slower" if slower else what, text, interval)]

@@ -17,7 +17,9 @@ def headline_svg(fall: Waterfall, uid: str) -> str:
     body += f'<rect class="final" x="0" y="15" width="{wide[fall.final.mean]:.1f}" height="9" rx="1.5"/>'
     if fall.floor_ms is not None:
         body += f'<path class="floor" d="M{320 * fall.floor_ms / most:.1f} 0V26"/>'
-    return svg(body, 320, 26, uid, "Baseline above kept stack, with the roofline floor as a line", describe(fall), False)
+    return svg(
+        body, 320, 26, uid, "Baseline above kept stack, with the roofline floor as a line", describe(fall), False
+    )
 
 
 def interval_svg(log_ratio: Interval, span: float, kind: str) -> str:

@@ -50,7 +50,7 @@ WIDTHS = {"broad": 1080, "middling": 730, "slim": 358}
 
 @dataclass(frozen=True)
 class Head:
-    """One phase's card: the run's own ladder where there is one, else the confirms of its kept rungs, without a whole."""
+    """One phase's card: the run's own ladder where there is one, else its kept rungs' confirms, without a whole."""
 
     phase: str
     climb: Climb | None
@@ -127,11 +127,14 @@ def sources(data: RunData, rows: tuple[AttemptRow, ...]) -> tuple[Source, ...]:
 @functools.cache
 def source_css() -> str:
     """Colours of the highlighted source, for light and for dark."""
-    light, dark = (
-        "\n".join(line for line in str(HtmlFormatter(style=style, classprefix="p-").get_style_defs(".src")).splitlines() if ".src ." in line)
-        for style in ("xcode", "github-dark")
-    )
+    light, dark = ("\n".join(_rules(style)) for style in ("xcode", "github-dark"))
     return f"{light}\n@media (prefers-color-scheme:dark){{{dark}}}"
+
+
+def _rules(style: str) -> list[str]:
+    """A style's rules for tokens, without those for the page around them."""
+    css = str(HtmlFormatter(style=style, classprefix="p-").get_style_defs(".src"))
+    return [line for line in css.splitlines() if line.startswith(".src .p-")]
 
 
 def render(data: RunData) -> str:
@@ -141,11 +144,13 @@ def render(data: RunData) -> str:
 
 
 def page_css() -> Markup:
-    return Markup("\n".join((palette.PALETTE.format(root=":root"), palette.STYLE, source_css())))
+    return Markup("\n".join((palette.PALETTE, palette.STYLE, source_css())))
 
 
 def _environment() -> Environment:
-    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=or_dash)
+    made = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=or_dash
+    )
     made.filters |= {
         "ms": wording.ms,
         "fixed": wording.fixed,

@@ -52,7 +52,7 @@ def csv(data: RunData) -> str:
     frame = pd.DataFrame([_cells(row) for row in attempt_rows(data)], columns=list(COLUMNS))
     numbers = frame.select_dtypes("number").columns
     frame[numbers] = frame[numbers].replace([math.inf, -math.inf], math.nan)
-    return frame.astype(COLUMNS).to_csv(index=False, lineterminator="\n")
+    return str(frame.astype(COLUMNS).to_csv(index=False, lineterminator="\n"))
 
 
 def _cells(row: AttemptRow) -> dict[str, Any]:

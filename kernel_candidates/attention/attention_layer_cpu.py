@@ -1,7 +1,7 @@
 """The whole attention half of a decode layer, from its four projections to the feed-forward's input, in one C++ call.
 
-Replaces `q_proj` to `pre_feedforward_norm` at decode and verify: projections straight from the four weights, head norms,
-RoPE or SSMax, the cache write, attention over the pages, output gate, output projection, post-norm, residual and
+Replaces `q_proj` to `pre_feedforward_norm` at decode and verify: projections straight from the four weights, head
+norms, RoPE or SSMax, the cache write, attention over the pages, output gate, output projection, post-norm, residual and
 pre-norm. What lies between never becomes a tensor; each value is still rounded where the model rounds it.
 
 Predicts: five calls and their tensors become one; 40 us -> 25 us a layer at decode on top of the fused parts.
@@ -333,10 +333,7 @@ def _library() -> ctypes.CDLL:
 class Layer(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in "hidden heads kv_heads dim page queries window".split()),
-        *(
-            (name, ctypes.c_float)
-            for name in "head_eps scale post_eps branch_scale stream_scale pre_eps".split()
-        ),
+        *((name, ctypes.c_float) for name in "head_eps scale post_eps branch_scale stream_scale pre_eps".split()),
         *((name, ctypes.c_void_p) for name in "q k v gate q_norm k_norm bias o post_norm pre_norm".split()),
     ]
 

@@ -1,7 +1,7 @@
 """Decode attention and its output gate in one C++ call that reads each visible key from its page, in place.
 
 Replaces `attention, output_gate` at decode and verify. Only the keys inside the window and the sequence are touched
-(what lies elsewhere, NaN included, cannot leak); the query heads of a key/value head share them while they are in cache.
+(what lies elsewhere, NaN included, cannot leak); query heads of one key/value head share them while they are in cache.
 
 Predicts: no gathered copy of the pages, no mask, no repeated heads; 71 us -> 15 us a layer at decode, -0.45 ms a step.
 """

@@ -192,8 +192,7 @@ def _library() -> ctypes.CDLL:
 
 class Shape(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_int64)
-        for name in "tokens sequences heads groups dim window value_stride gate_stride".split()
+        (name, ctypes.c_int64) for name in "tokens sequences heads groups dim window value_stride gate_stride".split()
     ]
 
 

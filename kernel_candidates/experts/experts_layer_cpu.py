@@ -255,10 +255,7 @@ def _library() -> ctypes.CDLL:
 class Tail(ctypes.Structure):
     _fields_ = [
         ("hidden", ctypes.c_int64),
-        *(
-            (name, ctypes.c_float)
-            for name in ("routed_scale", "post_eps", "branch_scale", "stream_scale", "next_eps")
-        ),
+        *((name, ctypes.c_float) for name in ("routed_scale", "post_eps", "branch_scale", "stream_scale", "next_eps")),
         ("post_norm", ctypes.c_void_p),
         ("next_norm", ctypes.c_void_p),
     ]

@@ -107,8 +107,7 @@ def _library() -> ctypes.CDLL:
 
 class Shape(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_int64)
-        for name in "tokens sequences queries dim page blocks window window_blocks".split()
+        (name, ctypes.c_int64) for name in "tokens sequences queries dim page blocks window window_blocks".split()
     ]
 
 

@@ -41,9 +41,7 @@ def prepare(site: Site) -> State:
     weight = site.weights["router.weight"].bfloat16()
     bias = site.weights["router.correction_bias"].bfloat16()
     attrs = {key.removeprefix("router."): value for key, value in site.attrs.items()}
-    return State(
-        weight, bias, attrs["num_groups"], attrs["topk_groups"], attrs["top_k"], attrs["norm_topk_prob"]
-    )
+    return State(weight, bias, attrs["num_groups"], attrs["topk_groups"], attrs["top_k"], attrs["norm_topk_prob"])
 
 
 def run(inputs: Mapping[str, Tensor], caches: Mapping[str, Tensor], state: State) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +24,15 @@ ROWS = 48
 SEEDS = 6
 Rewrite = Callable[..., tuple[Tensor, ...]]
 """`rewrite(precision, weights, attrs, *inputs)`, as a region's reference."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Many small products: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -1,12 +1,13 @@
 """torch.compile of a program: the peer that every kernel of ours must beat.
 
-The program is compiled by layer, one compilation for each kind of layer: compiled whole, 52 layers take minutes and gain
-nothing but the seams, and the seams are laid so that a layer's last norm, residual add and the next layer's first norm
-stay in one piece. The depth index is an argument, so that layers of one kind share the code.
+The program is compiled by layer, once for each kind of layer: compiled whole, 52 layers take minutes and gain only the
+seams, and the seams are laid so that a layer's last norm, residual add and the next layer's first norm stay in one
+piece. The depth index is an argument, so that layers of one kind share the code.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,13 +33,15 @@ class Segment:
 def segments(program: Program) -> tuple[Segment, ...]:
     """The program cut after each layer's first norm."""
     cuts = [0, *(i + 1 for i, call in enumerate(program.calls) if call.region.name == SEAM), len(program.calls)]
-    return tuple(
-        Segment(program.calls[a:b], *program.edges(a, b)) for a, b in zip(cuts, cuts[1:], strict=False) if b > a
-    )
+    return tuple(Segment(program.calls[a:b], *program.edges(a, b)) for a, b in itertools.pairwise(cuts) if b > a)
 
 
 def compiled_step(
-    program: Program, weights: Mapping[str, Tensor], precision: Precision, values: Mapping[str, Tensor], mode: str | None
+    program: Program,
+    weights: Mapping[str, Tensor],
+    precision: Precision,
+    values: Mapping[str, Tensor],
+    mode: str | None,
 ) -> Callable[[], dict[str, Tensor]]:
     """One step of the program through torch.compile, over static `values`."""
     torch._dynamo.config.cache_size_limit = 64
@@ -69,8 +72,8 @@ def _function(calls: Sequence[Call], segment: Segment, precision: Precision) -> 
         for name in call.outputs:
             names.setdefault(name, len(names))
     plan = [
-        (c.region, [names[n] for n in c.inputs], [names[n] for n in c.outputs], {k: v for k, v in c.attrs.items() if k != INDEX},
-         INDEX in c.attrs)
+        (c.region, [names[n] for n in c.inputs], [names[n] for n in c.outputs],
+         {k: v for k, v in c.attrs.items() if k != INDEX}, INDEX in c.attrs)
         for c in calls
     ]  # fmt: skip
     keep = [names[name] for name in segment.outputs]
@@ -84,8 +87,7 @@ def _function(calls: Sequence[Call], segment: Segment, precision: Precision) -> 
                 attrs = attrs | {INDEX: indices[depth]}
                 depth += 1
             made = region.reference(precision, named, attrs, *[env[i] for i in ins])
-            for slot, tensor in zip(outs, made, strict=True):
-                env[slot] = tensor
+            env.update(zip(outs, made, strict=True))
         return [env[slot] for slot in keep]
 
     return run

@@ -192,9 +192,7 @@ class Bench:
             self._specs[phase.name] = found
         return self._specs[phase.name]
 
-    def substitute(
-        self, phase: Phase, files: Sequence[str]
-    ) -> tuple[Program, dict[str, Candidate], tuple[str, ...]]:
+    def substitute(self, phase: Phase, files: Sequence[str]) -> tuple[Program, dict[str, Candidate], tuple[str, ...]]:
         """(program, candidates by rewrite name, names displaced) after applying `files` in order."""
         program = self.model.program(phase)
         by_name: dict[str, Candidate] = {}
@@ -206,15 +204,13 @@ class Bench:
             if rewrite.name in by_name:
                 raise CandidateError(f"two rewrites of one stack are named {rewrite.name}; rename one")
             by_name[rewrite.name] = candidate
-            if rewrite.applies(
-                tokens=tokens, dtype=self.workload.dtype, device=self.device.type, phase=phase.kind
-            ):
+            if rewrite.applies(tokens=tokens, dtype=self.workload.dtype, device=self.device.type, phase=phase.kind):
                 program, lifted = program.substitute(rewrite.name, rewrite.replaces)
                 displaced.update(dict.fromkeys(sub.rewrite for sub in lifted))
         return program, by_name, tuple(displaced)
 
     def bind(self, phase: Phase, candidates: Mapping[str, Candidate] | None = None) -> Callable[[Step], Bound]:
-        """How to make each step of a program ready; candidates' states are prepared once per site and shared by arms."""
+        """How to make a program's steps ready; a candidate's state is prepared once per site and shared by arms."""
 
         def bind(step: Step) -> Bound:
             if isinstance(step, Call):

@@ -19,7 +19,13 @@ from harness.program import TensorSpec
 
 Backend = Literal["torch", "triton", "cuda", "cpp", "library"]
 PhaseKind = Literal["decode", "verify", "prefill"]
-BACKEND_DEVICES = {"torch": ("cpu", "cuda"), "library": ("cpu", "cuda"), "cpp": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",)}
+BACKEND_DEVICES = {
+    "torch": ("cpu", "cuda"),
+    "library": ("cpu", "cuda"),
+    "cpp": ("cpu",),
+    "triton": ("cuda",),
+    "cuda": ("cuda",),
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,9 @@ class Rewrite:
         if not self.replaces or not all(self.replaces) or isinstance(self.replaces[0], str):
             raise CandidateError(f"{self.name}: replaces must be a tuple of runs, each a tuple of region names")
         if self.backend not in BACKEND_DEVICES:
-            raise CandidateError(f"{self.name}: backend must be one of {', '.join(BACKEND_DEVICES)}, not {self.backend!r}")
+            raise CandidateError(
+                f"{self.name}: backend must be one of {', '.join(BACKEND_DEVICES)}, not {self.backend!r}"
+            )
         if self.target not in ("decode", "verify", "prefill"):
             raise CandidateError(f"{self.name}: target must be decode, verify or prefill, not {self.target!r}")
 
@@ -68,7 +76,9 @@ class Rewrite:
 
     def applies(self, *, tokens: int, dtype: str, device: str, phase: str) -> bool:
         low, high = self.when.tokens
-        return low <= tokens <= high and dtype in self.when.dtype and device in self.devices and phase in self.when.phases
+        return (
+            low <= tokens <= high and dtype in self.when.dtype and device in self.devices and phase in self.when.phases
+        )
 
 
 @dataclass(frozen=True)
@@ -120,5 +130,7 @@ def load(path: Path) -> Candidate:
         raise CandidateError(f"{path.name} has no REWRITE = Rewrite(...)")
     for function in ("prepare", "run"):
         if not callable(getattr(module, function, None)):
-            raise CandidateError(f"{path.name} has no function {function}; a candidate has prepare(site) and run(inputs, caches, state)")
+            raise CandidateError(
+                f"{path.name} has no function {function}; a candidate has prepare(site) and run(inputs, caches, state)"
+            )
     return Candidate(path, rewrite, module.prepare, module.run, module)

@@ -41,7 +41,8 @@ class Rule:
     """No standard error is taken as smaller: launches that agree by luck to better than 0.05% prove nothing more.
     Under half of what a spread of 0.3% between processes gives at 6: it binds where launches are oddly alike."""
     max_spread: float = 0.1
-    """Launches that spread more (standard deviation) measure something else than the candidate: never kept."""
+    """Launches whose standard deviation is above this, and above a third of the gain, measure something else than the
+    candidate: never kept."""
     skew_sds: float = 2.0
     """A left skew of the launches beyond so many of its standard deviations for normal samples widens the bound ..."""
     skew_widening: float = 1.5
@@ -138,9 +139,10 @@ def _look(launches: Sequence[Launch], phase: str, alpha: float, rule: Rule) -> t
         doubts.append(f"the launches drift by {percent(change)} from first to last, so the slow end decides")
     bound = mean - shift - multiple * error
     spread = float(np.std(ratios, ddof=1))
-    if spread > rule.max_spread:
+    steady = max(rule.max_spread, mean / 3)
+    if spread > steady:
         doubts.append(f"the launches spread by {100 * spread:.1f}%, too much to keep anything: find what disturbs them")
-    keep = bound > 0 and mean >= rule.min_gain and spread <= rule.max_spread
+    keep = bound > 0 and mean >= rule.min_gain and spread <= steady
     verdict: Literal["keep", "reject", "continue"]
     verdict = "keep" if keep else "reject" if mean < 0 and len(ratios) >= rule.reject_from else "continue"
     look = Look(

@@ -97,14 +97,18 @@ def _triton() -> Finding:
 def _git() -> Finding:
     path = shutil.which("git")
     if not path:
-        return Finding(what="git", state="missing", detail="kept rungs stay in the run's folder", mend="apt-get install git")
+        return Finding(
+            what="git", state="missing", detail="kept rungs stay in the run's folder", mend="apt-get install git"
+        )
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.strip()
     return Finding(what="git", state="ok", detail=version)
 
 
 def _user_namespaces() -> Finding:
     if shutil.which("bwrap"):
-        return Finding(what="bubblewrap", state="ok", detail="present; candidates run in processes of their own either way")
+        return Finding(
+            what="bubblewrap", state="ok", detail="present; candidates run in processes of their own either way"
+        )
     return Finding(
         what="bubblewrap",
         state="missing",
@@ -126,17 +130,19 @@ def _transformers() -> Finding:
 
 def _memory() -> Finding:
     target = device.resolve("auto")
-    return Finding(what="memory", state="ok", detail=f"{device.available_memory(target) / 2**30:.1f} GiB free on {target}")
+    return Finding(
+        what="memory", state="ok", detail=f"{device.available_memory(target) / 2**30:.1f} GiB free on {target}"
+    )
 
 
 def workload_rows(workload: Workload, target: torch.device, said: Callable[[str], None]) -> list[WorkloadRow]:
-    """Costs of each phase, counted on meta tensors, and whether the weights and a step's values have room on `target`."""
+    """Costs of each phase, counted on meta tensors, and whether the weights have room on `target`."""
     rows = []
     for phase in workload.phases:
         said(f"counting {workload.name} {phase.name}")
         try:
             total = profiling.cost_on_meta(build_model(workload), phase, workload.precision)
-            flops, moved, weights = total.flops, total.bytes, total.weight_bytes
+            flops, moved, weights = total.flops, total.least_bytes, total.weight_bytes
             fits = _fits(workload, target, weights)
         except OptimizeError as error:
             flops = moved = weights = 0

@@ -19,10 +19,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from harness import decide, guard, numerics, stats
+from harness import decide, guard, stats
 from harness import messages as m
-from harness.errors import ProgramError, WorkerError
+from harness.casework import judge_cases, strip
+from harness.errors import DataError, ProgramError, WorkerError
 from harness.judge import Judge, measure_launch
+from harness.numerics import judge_step
 from harness.placement import Placement
 from harness.sandbox import Child
 from harness.schema import Attempt, Decision, Gate, GateResult, Launch, OutputError, Status
@@ -89,6 +91,8 @@ class Evaluation:
                     result = check()
                 except WorkerError as error:
                     result = failed(gate, STATUS_OF_ERROR[error.kind], str(error))
+                except DataError as error:
+                    result = failed(gate, Status.INCONCLUSIVE, str(error))
                 results.append(result.model_copy(update={"seconds": round(time.monotonic() - start, 3)}))
                 if not result.passed or gate is until:
                     break
@@ -117,7 +121,7 @@ class Evaluation:
         built = self.built
         assert built is not None
         own = judge.workload.dtype
-        storages = tuple(dict.fromkeys((own, *(["fp32"] if "fp32" in built.dtypes else []))))
+        storages: tuple[m.Storage, ...] = (own, "fp32") if own != "fp32" and "fp32" in built.dtypes else (own,)
         errors: list[OutputError] = []
         counted = 0
         for phase in self.placement.changed():
@@ -133,7 +137,8 @@ class Evaluation:
             )
             recorded = judge.oracle().ask(request, m.Recorded, judge.limits.numerics_s)
             counted += len(recorded.cases)
-            errors += self._judge_cases(recorded.cases)
+            child, deadline_s = self._site_child(), judge.limits.numerics_s
+            errors += judge_cases(child, self.file, self.placement, recorded.cases, deadline_s)
             shutil.rmtree(judge.scratch / "cases", ignore_errors=True)
             if any(not error.ok for error in errors):
                 break
@@ -143,66 +148,6 @@ class Evaluation:
             return failed(Gate.NUMERICS, Status.WRONG, describe(bad), errors=bad[:20], evidence=evidence)
         worst = max(errors, key=lambda e: (e.error or 0) / e.budget if e.budget else 0.0, default=None)
         return passed(Gate.NUMERICS, errors=(worst,) if worst else (), evidence=evidence)
-
-    def _judge_cases(self, cases: Sequence[m.RecordedCase]) -> tuple[OutputError, ...]:
-        """Runs the cases in a child that sees the inputs alone, then compares here."""
-        judge = self.judge
-        asked = tuple(
-            m.SiteCase(
-                span=c.span,
-                case=c.case,
-                storage=c.storage,
-                inputs=c.inputs,
-                outputs=f"{c.inputs}.made",
-                output_specs=c.output_specs,
-            )
-            for c in cases
-        )
-        request = m.RunSites(file=self.file, cases=asked)
-        ran = self._site_child().ask(request, m.SitesRun, judge.limits.numerics_s)
-        if len(ran.cases) != len(cases):
-            raise WorkerError("crashed", "the worker answered for another number of cases than it was given")
-        return numerics.judge([self._result(c, a, r) for c, a, r in zip(cases, asked, ran.cases, strict=True)])
-
-    def _result(self, case: m.RecordedCase, asked: m.SiteCase, ran: m.CaseRun) -> numerics.Result:
-        built = self.built
-        assert built is not None
-        expected = load_file(case.expected)
-        made = load_file(asked.outputs)
-        outputs = strip(made, "out.")
-        if case.rows:
-            rows = expected["rows"]
-            outputs = {k: t[rows] if t.dim() and t.shape[0] > int(rows[-1]) else t for k, t in outputs.items()}
-        choice = None
-        call = self.placement.programs[case.span.phase].calls[case.span.stop - 1]
-        if case.choice is not None and call.region.decision is not None:
-            choice = numerics.Choice(
-                scores=expected["scores"],
-                reference_error=case.choice_error,
-                ids=case.choice,
-                decision=call.region.decision,
-                weights=strip(expected, "vector."),
-                attrs=call.attrs,
-            )
-        return numerics.Result(
-            expected=numerics.Expected(
-                region=case.region,
-                layer=case.layer,
-                case=f"{case.case}, {case.span.phase}, {case.storage}",
-                storage=case.storage,
-                reference=strip(expected, "ref."),
-                oracle=strip(expected, "oracle."),
-                before=strip(expected, "before."),
-                cache_reference=strip(expected, "cacheref."),
-                cache_oracle=strip(expected, "cacheoracle."),
-                choice=choice,
-            ),
-            outputs=outputs,
-            caches={k: t for k, t in strip(made, "cache.").items() if f"before.{k}" in expected},
-            touched=ran.touched,
-            repeat_differs=ran.repeat_differs,
-            deterministic=built.deterministic,
-        )
 
     def _site_child(self) -> Child:
         """The child that builds the candidate and runs it at single sites; it never sees an expected value."""
@@ -229,7 +174,9 @@ class Evaluation:
         return {"A": tuple(self.stack.values()), "B": (*kept.values(), self.file)}
 
     def screen(self) -> GateResult:
-        launch = self._launch(self._step_child(), 0, (self.placement.target,), self.judge.limits.screen_blocks, "screen")
+        launch = self._launch(
+            self._step_child(), 0, (self.placement.target,), self.judge.limits.screen_blocks, "screen"
+        )
         verdict = decide.screen(launch, self.placement.target, self.judge.rule)
         evidence = {"median_log_ratio": verdict.median}
         if not verdict.passed:
@@ -257,9 +204,11 @@ class Evaluation:
             _, poisoned = step(index)
             if all(torch.equal(poisoned[name], logits[name]) for name in logits):
                 return failed(
-                    Gate.ENGAGE, Status.NOT_ENGAGED, f"NaN in place of its outputs at site {index + 1} of {sites} leaves "
-                    "the logits as they are: the outputs are not used"
-                )  # fmt: skip
+                    Gate.ENGAGE,
+                    Status.NOT_ENGAGED,
+                    f"NaN in place of its outputs at site {index + 1} of {sites} leaves the logits as they are: the "
+                    "outputs are not used",
+                )
         evidence: dict[str, object] = {"sites": f"{sites} of {sites}", "poisoned": "logits followed"}
         if judge.device.startswith("cuda"):
             seen = child.ask(m.ListKernels(arm="B", phase=target, rewrite=built.name), m.Kernels, judge.limits.step_s)
@@ -283,7 +232,7 @@ class Evaluation:
             self._step_child().ask(request, m.StepRun, judge.limits.step_s)
             expected, logits = load_file(f"{path}.expected"), load_file(made)
             errors += [
-                numerics.judge_step(logits[name], expected[f"ref.{name}"], expected[f"oracle.{name}"], phase=phase)
+                judge_step(logits[name], expected[f"ref.{name}"], expected[f"oracle.{name}"], phase=phase)
                 for name in strip(expected, "ref.")
             ]
         bad = tuple(error for error in errors if not error.ok)
@@ -297,7 +246,7 @@ class Evaluation:
         target = self.placement.target
         guards = [phase for phase in self.placement.changed() if phase != target]
         while self.decision is None:
-            self._confirm_batch(decide.needed(self.launches), (target, *guards))
+            self._confirm_batch(decide.needed(self.launches, judge.rule), (target, *guards))
             self.decision = decide.confirm(self.launches, target, guards, judge.rule)
         if self.decision.status is Status.KEPT:
             return passed(Gate.CONFIRM, reason=self.decision.reason)
@@ -308,9 +257,7 @@ class Evaluation:
         judge = self.judge
         first = len(self.launches)
         with ExitStack() as stack:
-            children = [
-                stack.enter_context(Child(judge.scratch / f"confirm-{first + i}")) for i in range(count)
-            ]
+            children = [stack.enter_context(Child(judge.scratch / f"confirm-{first + i}")) for i in range(count)]
             for child in children:
                 child.wait_ready()
             for index, child in enumerate(children, start=first):
@@ -376,18 +323,20 @@ def missing_kernels(built: m.Built, seen: m.Kernels) -> str:
     return ""
 
 
-def strip(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
 def describe(errors: Sequence[OutputError]) -> str:
     first = errors[0]
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return f"{first.region} at layer {first.layer}, {first.case}, output {first.output}: {first.reason}{more}"
 
 
-def passed(gate: Gate, *, reason: str = "", errors: tuple[OutputError, ...] = (), evidence: dict[str, object] | None = None) -> GateResult:  # fmt: skip
-    return GateResult(gate=gate, passed=True, seconds=0, reason=reason, errors=errors, evidence=evidence or {})
+def passed(
+    gate: Gate,
+    *,
+    reason: str = "",
+    errors: tuple[OutputError, ...] = (),
+    evidence: Mapping[str, object] | None = None,
+) -> GateResult:
+    return GateResult(gate=gate, passed=True, seconds=0, reason=reason, errors=errors, evidence=dict(evidence or {}))
 
 
 def failed(
@@ -396,6 +345,8 @@ def failed(
     reason: str,
     *,
     errors: tuple[OutputError, ...] = (),
-    evidence: dict[str, object] | None = None,
+    evidence: Mapping[str, object] | None = None,
 ) -> GateResult:
-    return GateResult(gate=gate, passed=False, seconds=0, status=status, reason=reason, errors=errors, evidence=evidence or {})
+    return GateResult(
+        gate=gate, passed=False, seconds=0, status=status, reason=reason, errors=errors, evidence=dict(evidence or {})
+    )

@@ -11,8 +11,8 @@ from pathlib import Path
 
 MAX_BYTES = 512_000
 IMPORTS = frozenset(
-    "__future__ array collections contextlib ctypes dataclasses enum functools hashlib itertools math numpy operator os "
-    "pathlib shutil struct subprocess tempfile textwrap torch triton typing harness.candidate".split()
+    "__future__ array collections contextlib ctypes dataclasses enum functools hashlib itertools math numpy operator "
+    "os pathlib shutil struct subprocess tempfile textwrap torch triton typing harness.candidate".split()
 )
 NAMES = frozenset("eval exec compile __import__ globals locals vars breakpoint input open setattr delattr".split())
 ATTRIBUTES = {
@@ -103,7 +103,12 @@ class _Reader(ast.NodeVisitor):
     def _attribute(self, node: ast.AST, name: str) -> None:
         if name in ATTRIBUTES:
             self.complain(node, f"{name}: {ATTRIBUTES[name]}")
-        if name.startswith("__") and name.endswith("__") and name not in DUNDERS and not isinstance(node, ast.ImportFrom):
+        if (
+            name.startswith("__")
+            and name.endswith("__")
+            and name not in DUNDERS
+            and not isinstance(node, ast.ImportFrom)
+        ):
             self.complain(node, f"{name}: a kernel does not reach into the interpreter")
 
     def visit_Assign(self, node: ast.Assign) -> None:
@@ -126,9 +131,8 @@ class _Reader(ast.NodeVisitor):
         function = node.func
         if isinstance(function, ast.Name) and function.id == "getattr" and not _constant(node.args[1:2]):
             self.complain(node, "getattr with a computed name: write the attribute out")
-        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
-            if function.value.id == "subprocess" and not self._compiles(node):
-                self.complain(node, f"subprocess runs compilers only, as a list that begins with one of {COMPILERS[:6]}")
+        if _is_subprocess(function) and not self._compiles(node):
+            self.complain(node, f"subprocess runs compilers only, as a list that begins with one of {COMPILERS[:6]}")
         self.generic_visit(node)
 
     def _compiles(self, node: ast.Call) -> bool:
@@ -141,6 +145,14 @@ class _Reader(ast.NodeVisitor):
                 isinstance(first, ast.Name) and first.id.upper() in COMPILERS
             )
         return False
+
+
+def _is_subprocess(function: ast.expr) -> bool:
+    return (
+        isinstance(function, ast.Attribute)
+        and isinstance(function.value, ast.Name)
+        and function.value.id == "subprocess"
+    )
 
 
 def _constant(nodes: list[ast.expr]) -> bool:

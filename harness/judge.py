@@ -39,7 +39,7 @@ class Limits:
 
 @dataclass
 class Judge:
-    """What all candidates of a run are judged with: the workload, the device, the seed, the rule, and a scratch folder."""
+    """What all candidates of a run are judged with: workload, device, seed, rule, and a scratch folder."""
 
     workload: Workload
     model: Model
@@ -103,7 +103,7 @@ class Judge:
 def measure_launch(
     judge: Judge, child: Child, phases: Sequence[str], *, blocks: int, index: int, label: str
 ) -> tuple[Launch, int]:
-    """(the launch, bytes that candidates hold): arms A and B in randomised ABBA and BAAB blocks, fresh tokens a slot."""
+    """(the launch, bytes that candidates hold): arms A and B in random ABBA and BAAB blocks, fresh tokens a slot."""
     seed = judge.draw(label, index)
     flips = torch.randint(0, 2, (blocks,), generator=torch.Generator().manual_seed(seed)).tolist()
     orders = ["BAAB" if flip else "ABBA" for flip in flips]

@@ -43,7 +43,7 @@ def measure(
     floor_ms: float | None = None,
     command: str = "",
 ) -> Ladder:
-    """Measures the baseline, each stack of the first k of `stack` (name, file), and peers: `rounds` slots an arm in each
+    """Measures the baseline, the first k of `stack` (name, file) for each k, and peers: `rounds` slots an arm in each
     of `processes` fresh processes, arms in a new random order every round. A peer that cannot run says why in its note.
     """
     started = datetime.now(UTC)

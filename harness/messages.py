@@ -13,6 +13,8 @@ from pydantic import Field, TypeAdapter
 from harness.schema import Ceilings, Profile, Record
 from harness.workload import Workload
 
+Storage = Literal["bf16", "fp32"]
+
 
 class Open(Record):
     """Makes the child a bench of `workload`: arms are lists of candidate files, applied in order to the baseline."""
@@ -47,7 +49,7 @@ class SiteCase(Record):
 
     span: Span
     case: str
-    storage: Literal["bf16", "fp32"]
+    storage: Storage
     inputs: str
     outputs: str
     output_specs: dict[str, tuple[tuple[int, ...], str]]
@@ -69,7 +71,7 @@ class RecordSites(Record):
     spans: tuple[Span, ...]
     seeds: tuple[int, ...]
     adversarial: bool
-    storages: tuple[Literal["bf16", "fp32"], ...]
+    storages: tuple[Storage, ...]
     directory: str
 
 
@@ -83,7 +85,7 @@ class RecordStep(Record):
 
 
 class RunStep(Record):
-    """One eager step of an arm; `forced` is a file of choices, `poison` the index of a site whose outputs become NaN."""
+    """One eager step of an arm; `forced` is a file of choices, `poison` a site whose outputs become NaN."""
 
     op: Literal["run_step"] = "run_step"
     arm: str
@@ -125,7 +127,7 @@ class TakeProfile(Record):
 
 
 class Peer(Record):
-    """Adds a peer as an arm of its own name: `baseline_eager` is arm `of` uncaptured, others are the model's to make."""
+    """Adds a peer as an arm of its name: `baseline_eager` is arm `of` uncaptured, others are the model's to make."""
 
     op: Literal["peer"] = "peer"
     name: str
@@ -185,7 +187,7 @@ class RecordedCase(Record):
     layer: int
     region: str
     case: str
-    storage: Literal["bf16", "fp32"]
+    storage: Storage
     inputs: str
     expected: str
     output_specs: dict[str, tuple[tuple[int, ...], str]]
@@ -232,7 +234,7 @@ class Opened(Record):
     kind: Literal["opened"] = "opened"
     sites: dict[str, dict[str, int]]
     """By arm and phase: substituted sites."""
-    displaced: dict[str, tuple[str, ...]] = {}
+    displaced: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """By arm: rewrites that a later one lifted out at some site."""
 
 
@@ -250,7 +252,7 @@ class Ready(Record):
 
 
 class Failed(Record):
-    """The request failed. `blame` is `candidate` where its own code raised, and `stage` says in which of its functions."""
+    """The request failed; `blame` says whose code raised: the candidate's, its build's, or the harness's."""
 
     kind: Literal["failed"] = "failed"
     blame: Literal["candidate", "harness", "build"]

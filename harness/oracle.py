@@ -16,7 +16,7 @@ from torch import Tensor
 
 from harness import messages as m
 from harness.arms import Bench, is_cache
-from harness.program import FP64, PRECISIONS, Call, Precision, Program, bind_reference, role, run_references, run_label
+from harness.program import FP64, PRECISIONS, Call, Precision, Program, bind_reference, role, run_label, run_references
 
 SAMPLED_ROWS = 1024
 """Outputs with more rows than this are judged on this many of them, the first and the last included."""
@@ -103,7 +103,7 @@ class CaseWriter:
         self.layer = self.calls[0].layer
         self.directory = directory
 
-    def write(self, case: str, inputs: Values, storage: str) -> m.RecordedCase:
+    def write(self, case: str, inputs: Values, storage: m.Storage) -> m.RecordedCase:
         """Writes one case's inputs (for the candidate) and expectations (for the judge)."""
         precision = PRECISIONS[storage]
         given = {name: _cast(t, precision.storage) for name, t in inputs.items()}
@@ -131,10 +131,12 @@ class CaseWriter:
             layer=self.layer,
             region=run_label(self.calls),
             case=case,
-            storage=storage,  # type: ignore[arg-type]
+            storage=storage,
             inputs=f"{stem}.inputs",
             expected=f"{stem}.expected",
-            output_specs={self._role(n): (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in made.items()},
+            output_specs={
+                self._role(n): (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in made.items()
+            },
             rows=rows is not None,
             choice=choice,
             choice_error=error,
@@ -143,7 +145,7 @@ class CaseWriter:
     def _choice(
         self, precision: Precision, stored: Values, exact: Values, expected: Values, rows: Tensor | None
     ) -> tuple[str | None, float]:
-        """For a run that ends in a choice: its FP64 scores, the vectors it is made with, and the baseline's own error."""
+        """For a run that ends in a choice: its FP64 scores, the vectors it uses, and the baseline's own error."""
         call = self.calls[-1]
         if call.region.decision is None:
             return None, 0.0
@@ -175,9 +177,7 @@ def record_step(bench: Bench, request: m.RecordStep) -> m.StepRun:
             choices |= {name: env[name] for name in chosen & env.keys() if name not in choices}
         logits = {name: env[name] for name in program.outputs}
         forced = {name: _cast(t, torch.float64) for name, t in choices.items()}
-        truth: Values = {}
-        for _, truth in walk(program, exact, bench.weights, FP64, forced):
-            pass
+        *_, (_, truth) = walk(program, exact, bench.weights, FP64, forced)
         expected = {f"ref.{n}": _host(t) for n, t in logits.items()}
         expected |= {f"oracle.{n}": _host(truth[n]) for n in logits}
     save_file({name: _host(t) for name, t in choices.items()}, request.path)
@@ -200,7 +200,8 @@ def _sample(made: Values, seed: int) -> Tensor | None:
     if len(counts) != 1 or (count := counts.pop()) <= SAMPLED_ROWS:
         return None
     drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: SAMPLED_ROWS - 2]
-    return torch.unique(torch.cat([drawn, torch.tensor([0, count - 1])]))
+    rows: Tensor = torch.cat([drawn, torch.tensor([0, count - 1])]).unique()
+    return rows
 
 
 def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:

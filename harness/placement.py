@@ -58,7 +58,11 @@ class Placement:
         for span in self.sites(phase):
             calls = self.programs[phase].calls[span.start : span.stop]
             kind = [
-                (c.region.name, c.layer - calls[0].layer, sorted((k, v) for k, v in c.attrs.items() if k[-5:] != "index"))
+                (
+                    c.region.name,
+                    c.layer - calls[0].layer,
+                    sorted((k, v) for k, v in c.attrs.items() if k[-5:] != "index"),
+                )
                 for c in calls
             ]
             groups.setdefault(repr(kind), []).append(span)
@@ -96,6 +100,6 @@ def check_choice(name: str, calls: Sequence[Call]) -> None:
     for call in calls[:-1]:
         if call.region.decision is not None:
             raise ProgramError(
-                f"{name}: a run may end with {call} or start after it, not run through it, because what follows is judged "
-                "with the recorded choices"
+                f"{name}: a run may end with {call} or start after it, not run through it, because what follows is "
+                "judged with the recorded choices"
             )

@@ -8,6 +8,7 @@ writes `4.hidden`, and fusing across a layer boundary needs no special case.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -266,7 +267,7 @@ class Program:
 
     def replace_calls(self, indices: Sequence[int], rewrite: str) -> Program:
         """As `replace`, for a list of call indices, which must be contiguous; names the call left out."""
-        for before, after in zip(indices, indices[1:], strict=False):
+        for before, after in itertools.pairwise(indices):
             if after != before + 1:
                 raise ProgramError(
                     f"{rewrite}: {self.calls[before + 1]} lies between the replaced calls but is not replaced; "

@@ -28,8 +28,10 @@ from harness.messages import REPLY, Failed, Ready, Reply, Request
 CHANNEL = "OPTIMIZE_CHANNEL"
 MAX_REPLY_BYTES = 64 << 20
 LOG_TAIL_CHARS = 4000
-PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH",
-          "PYTHONPATH", "VIRTUAL_ENV", "CC", "CXX")  # fmt: skip
+PASSED = tuple(
+    "PATH HOME LANG LC_ALL TMPDIR CUDA_HOME CUDA_PATH CUDA_VISIBLE_DEVICES LD_LIBRARY_PATH PYTHONPATH VIRTUAL_ENV CC "
+    "CXX".split()
+)
 """Environment names a child may see: nothing that could hold a key."""
 
 PR_SET_PDEATHSIG = 1

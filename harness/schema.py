@@ -76,7 +76,7 @@ class OutputError(Record):
 
 
 class GateResult(Record):
-    """One gate's verdict. A failed gate names the status it ends the attempt with; evidence is for people and agents."""
+    """One gate's verdict. A failed gate names the status that ends the attempt; evidence is for people and agents."""
 
     gate: Gate
     passed: bool
@@ -110,7 +110,7 @@ class Launch(Record):
 
 
 class Estimate(Record):
-    """Both arms of one phase from the confirm stage alone. `log_ratio` is ln(baseline/candidate): positive is faster."""
+    """Both arms of one phase, from the confirm stage alone. `log_ratio` is ln(baseline/candidate): above 0 is faster"""
 
     phase: str
     processes: int
@@ -272,7 +272,7 @@ class Profile(Record):
 
 
 class Ceilings(Record):
-    """What this device can do, measured: bytes per second of a large copy (read + written) and of a large read, FLOP/s."""
+    """What this device can do, measured: bytes per second of a large copy (read + written) and of a large read."""
 
     device: str
     copy_bytes_per_s: float
@@ -320,6 +320,10 @@ class RunConfig(Record):
     workload: str
     workloads_file: str | None = None
     agent: str
+    catalog: str | None = None
+    """Folder of the catalog agent's files."""
+    only: tuple[str, ...] = ()
+    """The catalog files to propose, by stem; all where empty."""
     model: str | None = None
     seed: int
     attempts: int | None

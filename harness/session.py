@@ -1,6 +1,6 @@
 """A run directory and everything in it: configuration, ledger, measured files, profiles, the kept stack, git.
 
-    run.json  ledger.jsonl  candidates/  profiles/  traces/  report.html  ledger.csv  waterfall.svg
+run.json  ledger.jsonl  candidates/  profiles/  traces/  report.html  ledger.csv  waterfall.svg
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from harness import ladder, profiling, roofline
+from harness import ladder, roofline
 from harness import messages as m
 from harness.brief import Brief, Proposal
-from harness.errors import DataError, KeepError, UsageError
+from harness.errors import DataError, UsageError
 from harness.evaluate import Evaluation, Proposed
 from harness.judge import Judge
-from harness.keep import Keeper, Rung
-from harness.ledger import Ledger, write_atomic
-from harness.schema import Attempt, Commit, Gap, Ladder, Profile, RunConfig, Status
+from harness.keep import Keeper, NotCommittedError, Rung
+from harness.ledger import Ledger, read_ledger, write_atomic
+from harness.schema import Attempt, Ceilings, Commit, Gap, Ladder, Profile, RunConfig, Status
 
 COMMIT_FILE = "stack.json"
 
@@ -123,14 +123,12 @@ class Session:
         source = (self.directory / attempt.file).read_bytes()
         rung = Rung(attempt.attempt, attempt.name, source, attempt.file_sha256, commit_message(attempt))
         try:
-            commit = self.keeper.find(attempt.attempt) or self.keeper.commit(rung, {COMMIT_FILE: self._stack_json()})
-        except KeepError as error:
-            self.warnings.append(str(error))
-            self.ledger.append(
-                Commit(attempt=attempt.attempt, commit=None, branch=self.keeper.branch, patch=str(error.patch), reason=str(error))
-            )  # fmt: skip
-            return
-        self.ledger.append(Commit(attempt=attempt.attempt, commit=commit, branch=self.keeper.branch))
+            commit, patch, reason = self.keeper.commit(rung, {COMMIT_FILE: self._stack_json()}), None, ""
+        except NotCommittedError as error:
+            commit, patch, reason = None, str(error.patch) if error.patch else None, str(error)
+            self.warnings.append(reason)
+        branch = self.keeper.branch
+        self.ledger.append(Commit(attempt=attempt.attempt, commit=commit, branch=branch, patch=patch, reason=reason))
 
     def settle(self) -> None:
         """After a kill: commits what the ledger says was kept and git does not have yet."""
@@ -164,6 +162,12 @@ class Session:
         phase = self.judge.workload.deciding[0].name
         return roofline.gaps(self.profile(phase), self.config.ceilings)
 
+    def climbed(self, phase: str) -> bool:
+        """Whether a ladder of the present stack stands in the ledger already."""
+        arms = [ladder.BASELINE, *self.stack()]
+        ladders = (line for line in self.ledger.read() if isinstance(line, Ladder) and line.phase == phase)
+        return any([arm.name for arm in line.arms if arm.kind != "peer"] == arms for line in ladders)
+
     def climb(
         self,
         phases: list[str],
@@ -174,7 +178,7 @@ class Session:
         command: str,
         ends: bool = False,
     ) -> list[Ladder]:
-        """Re-measures every kept rung, interleaved, and writes the ladders to the ledger; `ends` the whole stack alone."""
+        """Re-measures every kept rung, interleaved, into the ledger; `ends` only the whole stack."""
         stack = tuple(self.stack().items())
         made = []
         for phase in phases:
@@ -198,11 +202,14 @@ class Session:
         return made
 
     def close(self) -> None:
+        """Ends the children and lets the ledger go; what it said stays readable."""
         self.judge.close()
         self.ledger.close()
 
 
-def take_profile(judge: Judge, files: tuple[str, ...], phase: str, ceilings: profiling.Ceilings, trace: Path | None = None) -> Profile:  # fmt: skip
+def take_profile(
+    judge: Judge, files: tuple[str, ...], phase: str, ceilings: Ceilings, trace: Path | None = None
+) -> Profile:
     with judge.child({"A": files}, f"profile-{phase}") as (child, _):
         request = m.TakeProfile(arm="A", phase=phase, ceilings=ceilings, trace=str(trace) if trace else None)
         return child.ask(request, m.Profiled, judge.limits.step_s).profile
@@ -211,11 +218,10 @@ def take_profile(judge: Judge, files: tuple[str, ...], phase: str, ceilings: pro
 def commit_message(attempt: Attempt) -> str:
     """Subject and body of a rung's commit: what, how much, by which evidence."""
     lines = [f"{attempt.name}: {attempt.decision.reason}", "", attempt.summary, ""]
-    for estimate in attempt.estimates:
-        lines.append(
-            f"{estimate.phase}: {estimate.baseline_ms:.4g} -> {estimate.candidate_ms:.4g} ms "
-            f"({estimate.processes} processes, {attempt.device})"
-        )
+    lines += [
+        f"{e.phase}: {e.baseline_ms:.4g} -> {e.candidate_ms:.4g} ms ({e.processes} processes, {attempt.device})"
+        for e in attempt.estimates
+    ]
     return "\n".join(lines).strip()
 
 
@@ -226,6 +232,16 @@ def read_profiles(directory: Path) -> tuple[tuple[Profile, ...], tuple[Profile, 
         profile = Profile.model_validate_json(path.read_bytes())
         newest["before" if path.stem.endswith("-baseline") else "after"][profile.phase] = profile
     return tuple(newest["before"].values()), tuple(newest["after"].values())
+
+
+def kept_files(directory: Path) -> tuple[str, ...]:
+    """Files of a run's kept stack, in order, without opening the run."""
+    kept: dict[str, str] = {}
+    for line in read_ledger(directory / "ledger.jsonl"):
+        if isinstance(line, Attempt) and line.decision.status is Status.KEPT:
+            kept.pop(line.name, None)
+            kept[line.name] = str(directory.resolve() / line.file)
+    return tuple(kept.values())
 
 
 def load_config(directory: Path) -> RunConfig:

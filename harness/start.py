@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import os
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -72,7 +74,7 @@ def baseline_hash(workload: Workload) -> str:
 
 
 def new_run_directory(out: Path | None, workload: str) -> Path:
-    """`out`, or the first free results/local/<date>-<workload>-<n>. Raises UsageError where `out` holds a run already."""
+    """`out`, or the first free results/local/<date>-<workload>-<n>. Raises UsageError where `out` holds a run."""
     if out is not None:
         if (out / "run.json").exists():
             raise UsageError(f"{out} holds a run already: go on with it by --resume {out}, or name another folder")
@@ -89,43 +91,50 @@ def new_run_directory(out: Path | None, workload: str) -> Path:
     raise UsageError(f"{root} is full of runs of today; name a folder with --out")
 
 
-def new_session(
-    workload: Workload,
-    target: torch.device,
-    *,
-    out: Path | None,
-    agent: str,
-    seed: int | None,
-    attempts: int | None,
-    hours: float | None,
-    budget_usd: float | None,
-    repository: Path | None,
-    workloads_file: Path | None,
-    command: str,
-    said: Say,
-) -> Session:
-    """A new run. `repository` is where kept rungs are committed; None keeps them in the run directory alone."""
-    directory = new_run_directory(out, workload.name)
-    keeper = Keeper.open(repository, directory.name, directory) if repository else None
+@dataclass(frozen=True)
+class Order:
+    """What a user asks of a new run; None where it is for us to choose or without limit."""
+
+    agent: str
+    command: str
+    catalog: Path
+    only: tuple[str, ...] = ()
+    out: Path | None = None
+    seed: int | None = None
+    attempts: int | None = None
+    hours: float | None = None
+    budget_usd: float | None = None
+    min_gain: float = decide.Rule().min_gain
+    repository: Path | None = None
+    """Where kept rungs are committed; None keeps them in the run directory alone."""
+    workloads_file: Path | None = None
+
+
+def new_session(order: Order, workload: Workload, target: torch.device, said: Say) -> Session:
+    """A new run. Raises UsageError before anything is measured where the repository or the folder will not do."""
+    directory = new_run_directory(order.out, workload.name)
+    keeper = Keeper.open(order.repository, directory.name, directory) if order.repository else None
     fingerprint = device.fingerprint(target)
     said("measuring this device's ceilings")
     config = RunConfig(
         run=directory.name,
         workload=workload.name,
-        workloads_file=str(workloads_file.resolve()) if workloads_file else None,
-        agent=agent,
-        seed=secrets.randbits(32) if seed is None else seed,
-        attempts=attempts,
-        hours=hours,
-        budget_usd=budget_usd,
-        min_gain=decide.Rule().min_gain,
-        repository=str(repository) if repository else None,
+        workloads_file=str(order.workloads_file.resolve()) if order.workloads_file else None,
+        agent=order.agent,
+        catalog=str(order.catalog.resolve()),
+        only=order.only,
+        seed=secrets.randbits(32) if order.seed is None else order.seed,
+        attempts=order.attempts,
+        hours=order.hours,
+        budget_usd=order.budget_usd,
+        min_gain=order.min_gain,
+        repository=str(order.repository.resolve()) if order.repository else None,
         branch=keeper.branch if keeper else None,
         base_commit=keeper.base if keeper else None,
         baseline_hash=baseline_hash(workload),
         fingerprint=fingerprint,
         ceilings=device.measure_ceilings(target),
-        command=command,
+        command=order.command,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     write_atomic(directory / "run.json", config.model_dump_json(indent=2))
@@ -161,4 +170,6 @@ def _session(
     config: RunConfig, directory: Path, workload: Workload, target: torch.device, keeper: Keeper | None, said: Say
 ) -> Session:
     ledger = Ledger(directory / "ledger.jsonl")
-    return Session(config, directory, ledger, make_judge(workload, target, config.seed, said), keeper, said)
+    judge = make_judge(workload, target, config.seed, said)
+    judge.rule = dataclasses.replace(judge.rule, min_gain=config.min_gain)
+    return Session(config, directory, ledger, judge, keeper, said)

@@ -45,7 +45,11 @@ def clean_blocks(launch: Launch, phase: str) -> tuple[Block, ...]:
 def estimate(launches: Sequence[Launch], phase: str) -> Estimate:
     """Both arms of one phase: the median over processes of each process's median slot, and the mean log ratio with
     its two-sided 95% t interval over processes. One process alone tells no spread: its interval is a factor e wide.
+
+    Processes without a clean block are left out, and not counted; raises DataError where no other is left.
     """
+    usable = [launch for launch in launches if any(not block.tainted for block in launch.blocks.get(phase, ()))]
+    launches = usable or launches
     ratios = [launch_log_ratio(launch, phase) for launch in launches]
     mean = float(np.mean(ratios))
     half = t_multiple(len(ratios), 0.025) * standard_error(ratios) if len(ratios) > 1 else UNKNOWN_HALF_WIDTH

@@ -30,7 +30,7 @@ StepFunction = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class SlotTimes:
-    """ms per step of each slot; `wall_ms` is the host's time per step over all slots, to be held against the events'."""
+    """ms per step of each slot; `wall_ms` is the host's mean time per step, to be held against the events'."""
 
     ms: tuple[float, ...]
     replays: int
@@ -91,7 +91,7 @@ class GraphStepper(Stepper):
             _replay(self.graph)
         _record(self._stop)
         _synchronize(self.device)
-        return _elapsed_ms(self._start, self._stop) / replays
+        return float(_elapsed_ms(self._start, self._stop)) / replays
 
 
 class Timer:

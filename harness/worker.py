@@ -6,9 +6,9 @@ is ready, so that processes of one confirm can start side by side; what it answe
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from harness import messages as m
 from harness import engagement, oracle, timing
+from harness import messages as m
 from harness.arms import Bench, CandidateFault, adapter, prepare, site_of
 from harness.errors import CandidateError, ProgramError
-from harness.program import Step, Substitution, TensorSpec, role
 from harness.profiling import profile_step
+from harness.program import Step, Substitution, TensorSpec, role
 from harness.schema import Profile
 
 
@@ -105,12 +105,17 @@ class Worker:
             with torch.no_grad():
                 made = dict(zip(outputs, bound(*args.values()), strict=True))
             _settle(bench.device)
+            for name, tensor in made.items():
+                if tensor.device.type != bench.device.type:
+                    raise CandidateFault("run", ValueError(f"output {name} is on {tensor.device}, not {bench.device}"))
             caches = {role(n, layer): t for n, t in args.items() if role(n, layer) in site.caches}
             plain = {role(n, layer): t for n, t in args.items() if role(n, layer) not in site.caches}
             touched.update(dict.fromkeys(n for n in plain if not _same_bytes(plain[n], stored[n])))
-            runs.append({f"out.{k}": _cpu(v) for k, v in made.items()} | {f"cache.{k}": _cpu(v) for k, v in caches.items()})
+            runs.append(
+                {f"out.{k}": _cpu(v) for k, v in made.items()} | {f"cache.{k}": _cpu(v) for k, v in caches.items()}
+            )
         save_file(runs[0], case.outputs)
-        differs = tuple(name for name in runs[0] if not _same_bytes(runs[0][name], runs[1][name]))
+        differs = tuple(name.partition(".")[2] for name in runs[0] if not _same_bytes(runs[0][name], runs[1][name]))
         return m.CaseRun(touched=tuple(touched), repeat_differs=differs)
 
     def record_sites(self, request: m.RecordSites) -> m.Recorded:
@@ -171,8 +176,7 @@ class Worker:
         values = bench.values(phase, bench.seed)
         with torch.no_grad():
             if request.name == "baseline_eager":
-                executor = bench.arm(request.of, phase).executor
-                step = lambda: executor(values)  # noqa: E731
+                step: Callable[[], dict[str, Tensor]] = functools.partial(bench.arm(request.of, phase).executor, values)
             else:
                 step = bench.model.peer(request.name, phase, bench.weights, values, bench.workload.precision)
             self.timer.add(request.name, phase, self.timer.wrap(lambda _: step(), values, captured=request.captured))
@@ -256,7 +260,17 @@ def main() -> None:
     worker = Worker()
     methods: dict[str, Callable[[Any], Any]] = {
         name: getattr(worker, name)
-        for name in ("open", "build", "run_sites", "record_step", "run_step", "list_kernels", "measure", "profile", "peer")
+        for name in (
+            "open",
+            "build",
+            "run_sites",
+            "record_step",
+            "run_step",
+            "list_kernels",
+            "measure",
+            "profile",
+            "peer",
+        )
     } | {"record": worker.record_sites}
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")
@@ -271,4 +285,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -50,7 +50,8 @@ class Frame:
 def frame(fall: Waterfall, width: int) -> Frame:
     slowest = max([fall.baseline.mean, fall.final.mean, *(step.level_ms for step in fall.steps)])
     near = [peer.ms.mean for peer in fall.peers if peer.ms and peer.ms.mean <= OFF_SCALE * slowest]
-    most = max([slowest, *near]) * 1.03 or 1.0
+    ends = [end.high for end in (fall.baseline, fall.final) if end.high is not None]
+    most = max([slowest, *near, *(min(end, OFF_SCALE * slowest) for end in ends)]) * 1.03 or 1.0
     decimals = places(fall.baseline.mean)
     if width < NARROW:
         return Frame(width, 1, width - 8, 46, 14, 26, most, decimals)
@@ -173,7 +174,7 @@ def _rows(box: Frame, fall: Waterfall, known: Mapping[str, str], uid: str) -> li
         _label(box, index, "Residual", "what the steps leave", f"{fixed(-left, d, sign=True)} ms", None),
         _join(box, index + 1, final.mean),
         _bar(box, index + 1, 0, final.mean, "final", uid, f"kept stack: {fixed(final.mean, d)} ms"),
-        _whisker(box, index + 1, final.low, final.high, over=True),
+        _whisker(box, index + 1, final.low, final.high),
         _label(
             box, index + 1, "Kept stack", "", f"{fixed(final.mean, d)} ms", between(final.low, final.high, d), bold=True
         ),
@@ -189,13 +190,14 @@ def _rung(box: Frame, index: int, level: float, step: Step, backend: str | None,
     gain = step.gain
     text = f"{fixed(-gain.mean, box.decimals, sign=True)} ms"
     interval = between(_minus(gain.high), _minus(gain.low), box.decimals)
-    slower = " slower" if gain.mean < 0 else ""
-    tip = f"{step.name}: {text} {interval or ''}{' slower' if slower else ''}".strip()
+    unsure = gain.low is not None and gain.high is not None and gain.low <= 0 <= gain.high
+    said = "within noise" if unsure else "slower" if gain.mean < 0 else ""
+    tip = " ".join(filter(None, (f"{step.name}: {text}", interval, said)))
     low, high = sorted((level, step.level_ms))
-    made = [_bar(box, index, low, high, class_of(backend), uid, tip, slower)]
+    made = [_bar(box, index, low, high, class_of(backend), uid, tip, " slower" if said == "slower" else "")]
     if gain.low is not None and gain.high is not None:
-        made.append(_whisker(box, index, level - gain.high, level - gain.low))
-    return [*made, _label(box, index, step.name, f"{what}, slower" if slower else what, text, interval)]
+        made += [_whisker(box, index, level - gain.high, level - gain.low)]
+    return [*made, _label(box, index, step.name, ", ".join(filter(None, (what, said))), text, interval)]
 
 
 def _minus(value: float | None) -> float | None:
@@ -208,12 +210,13 @@ def _join(box: Frame, index: int, ms: float) -> str:
     return f'<path class="join" d="M{x:.1f} {box.middle(index - 1) + half:.1f}V{box.middle(index) - half:.1f}"/>'
 
 
-def _whisker(box: Frame, index: int, low: float | None, high: float | None, *, over: bool = False) -> str:
-    """A 95% bar; `over` gives it a light edge so that it shows on a dark bar."""
+def _whisker(box: Frame, index: int, low: float | None, high: float | None) -> str:
+    """A 95% bar, with a light edge so that it shows on a dark one; empty without an interval."""
     if low is None or high is None:
         return ""
-    y, a, b = box.middle(index), box.x(low), box.x(high)
-    path = f"M{a:.1f} {y - 4:.1f}v8M{a:.1f} {y:.1f}H{b:.1f}M{b:.1f} {y - 4:.1f}v8"
+    y, a, b = box.middle(index), box.x(low), min(box.x(high), box.right)
+    caps = [x for x, ms in ((a, low), (b, high)) if 0 <= ms <= box.most_ms]  # an end outside the plot is cut
+    path = f"M{a:.1f} {y:.1f}H{b:.1f}" + "".join(f"M{x:.1f} {y - 4:.1f}v8" for x in caps)
     halo = f'<path d="{path}" fill="none" stroke="var(--paper)" stroke-width="3.4" opacity=".85"/>'
     return halo + f'<path class="err" d="{path}"/>'
 
@@ -268,7 +271,12 @@ def _line(box: Frame, index: int, ms: float, kind: str) -> str:
 
 def _legend(box: Frame, y: float, kinds: set[str], uid: str) -> str:
     """Only the kinds of bar that stand in the figure."""
-    names = {"kernel": "kernel", "library": "library call", "torch": "plain PyTorch", "other": "backend not recorded"}
+    names = {
+        "kernel": "kernel",
+        "library": "library call",
+        "torch": "plain PyTorch",
+        "other": "several, or not recorded",
+    }
     x, made = (1.0 if box.narrow else box.left), []
     for kind in (kind for kind in names if kind in kinds):
         shape = f'x="{x:.0f}" y="{y:.0f}" width="14" height="12" rx="1.5"'

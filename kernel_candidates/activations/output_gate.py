@@ -2,8 +2,8 @@
 
 Rounds after the sum, after the sigmoid and after the product, as the model does.
 
-Predicts: three or four launches become one; three passes over 768 columns a token at one rank, 75 MB and 18 us at 16,384
-tokens; at one token 1.2 us in place of 5.
+Predicts: three or four launches become one; three passes over 768 columns a token at one rank, 75 MB and 18 us at
+16,384 tokens; at one token 1.2 us in place of 5.
 """
 
 import triton

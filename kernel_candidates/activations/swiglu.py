@@ -1,4 +1,5 @@
-"""SwiGLU, silu(gate) * up, in one elementwise pass: the dense layers' from two tensors, the experts' from one packed row.
+"""SwiGLU, silu(gate) * up, in one elementwise pass: the dense layers' from two tensors, the experts' from one packed
+row.
 
 The packed row is read in place, so that its halves are never copied; one rounding, after the product.
 

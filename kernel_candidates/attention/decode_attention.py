@@ -1,13 +1,14 @@
-"""Attention of a step's newest tokens over the paged cache, split over keys, and with the output gate where it follows.
+"""Attention of a step's newest tokens over the paged cache, split over keys, and with the output gate where it
+follows.
 
 The first kernel gives each chunk of a sequence's visible keys to one program: it reads pages through the block table,
-masks by length, causality and window, and leaves a maximum, a sum and an unscaled result per query; keys that nobody may
-see are never loaded. The second joins the chunks of a token and applies the gate. Query heads of one key/value head and
-all new tokens of a sequence share a program's keys. Probabilities enter the second product as two BF16 parts, so that
-they lose nothing to its dtype. A padding sequence has no visible key and gives zeros.
+masks by length, causality and window, and leaves a maximum, a sum and an unscaled result per query; keys that nobody
+may see are never loaded. The second joins the chunks of a token and applies the gate. Query heads of one key/value
+head and all new tokens of a sequence share a program's keys. Probabilities enter the second product as two BF16 parts,
+so that they lose nothing to its dtype. A padding sequence has no visible key and gives zeros.
 
-Predicts: at one token and 2,048 keys 1 MB (full layer) or 0.26 MB (sliding); 5 us in two launches in place of some 40 in a
-dozen, which gather the pages, repeat the heads and mask the whole table.
+Predicts: at one token and 2,048 keys 1 MB (full layer) or 0.26 MB (sliding); 5 us in two launches in place of some 40
+in a dozen, which gather the pages, repeat the heads and mask the whole table.
 """
 
 from dataclasses import dataclass

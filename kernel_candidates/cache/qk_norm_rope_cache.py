@@ -1,9 +1,11 @@
-"""Query and key norm, rotation (sliding layers) or SSMax scale (full layers) and the paged cache write: one program a token.
+"""Query and key norm, rotation (sliding layers) or SSMax scale (full layers) and the paged cache write: one program a
+token.
 
 All heads of a token are one tile of two halves, so that the rotation's partner is in the same thread. Rounds after the
 norm's weight and after the rotation or scale. A row of slot -1 writes nothing to the cache.
 
-Predicts: some 25 launches of a decode step's layer become one, 2 us in place of 40; at 16,384 tokens 75 MB, a floor of 18 us.
+Predicts: some 25 launches of a decode step's layer become one, 2 us in place of 40; at 16,384 tokens 75 MB, a floor of
+18 us.
 """
 
 from dataclasses import dataclass

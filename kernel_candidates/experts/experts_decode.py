@@ -1,4 +1,5 @@
-"""The experts of few tokens, from the choice to the scaled sum, in two launches and with each weight read where it lies.
+"""The experts of few tokens, from the choice to the scaled sum, in two launches and with each weight read where it
+lies.
 
 The first takes a few gate rows and the same up rows of one (token, choice) and applies SwiGLU; the second takes a few
 output columns of a token, goes over its choices, weighs and adds. No permutation and no copies of tokens are made.
@@ -17,9 +18,7 @@ from harness.candidate import Rewrite, Site, When
 
 REWRITE = Rewrite(
     name="experts_decode",
-    replaces=(
-        ("expert_dispatch", "expert_gate_up", "expert_swiglu", "expert_down", "expert_combine", "routed_scale"),
-    ),
+    replaces=(("expert_dispatch", "expert_gate_up", "expert_swiglu", "expert_down", "expert_combine", "routed_scale"),),
     backend="triton",
     target="decode",
     when=When(tokens=(1, 8), dtype=("bf16",)),

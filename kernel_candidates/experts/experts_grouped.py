@@ -1,13 +1,16 @@
-"""The experts of many tokens: pairs ordered by expert, two grouped products with fused gather and SwiGLU, one weighted sum.
+"""The experts of many tokens: pairs ordered by expert, two grouped products with fused gather and SwiGLU, one weighted
+sum.
 
 Only the order of the (token, choice) pairs is made, not a copy of their rows: the first product gathers its rows as it
-loads them and leaves the activation, the second writes each pair's row where the weighted sum finds it. A program takes
-one tile of one expert's rows; tiles start anew at each expert, and a program finds its own from the experts' ends, so that
-the host never needs the counts and the grid is an upper bound. Few tokens order themselves by counting in one kernel,
-many by a sort. Rounds as the grouped products do: gate and up, the activation, each row, the sum, the scaled sum.
+loads them and leaves the activation, the second writes each pair's row where the weighted sum finds it. A program
+takes one tile of one expert's rows; tiles start anew at each expert, and a program finds its own from the experts'
+ends, so that the host never needs the counts and the grid is an upper bound. Few tokens order themselves by counting
+in one kernel, many by a sort. Rounds as the grouped products do: gate and up, the activation, each row, the sum, the
+scaled sum.
 
-Predicts: at prefill 8x2048 of one rank 1,289 GFLOP a layer, 1.65 ms at 780 TFLOP/s and some 3 ms at what Triton reaches,
-in place of grouped products with copies and FP32 passes between them; at 32 tokens each chosen expert is read once.
+Predicts: at prefill 8x2048 of one rank 1,289 GFLOP a layer, 1.65 ms at 780 TFLOP/s and some 3 ms at what Triton
+reaches, in place of grouped products with copies and FP32 passes between them; at 32 tokens each chosen expert is read
+once.
 """
 
 from dataclasses import dataclass
@@ -20,9 +23,7 @@ from harness.candidate import Rewrite, Site, When
 
 REWRITE = Rewrite(
     name="experts_grouped",
-    replaces=(
-        ("expert_dispatch", "expert_gate_up", "expert_swiglu", "expert_down", "expert_combine", "routed_scale"),
-    ),
+    replaces=(("expert_dispatch", "expert_gate_up", "expert_swiglu", "expert_down", "expert_combine", "routed_scale"),),
     backend="triton",
     target="prefill",
     when=When(tokens=(9, 65536), dtype=("bf16",)),
@@ -76,27 +77,29 @@ def grouped_up_kernel(
     if expert >= EXPERTS:
         return
     row = first + tl.arange(0, M_BLOCK)
-    n = (tl.program_id(0) % N_TILES) * N_BLOCK + tl.arange(0, N_BLOCK)
+    n_first = (tl.program_id(0) % N_TILES) * N_BLOCK
     column = tl.arange(0, K_BLOCK)
     real = (row < end)[:, None]
-    real_n = (n < INNER)[None, :]
     token = tl.load(order + row, row < end, other=0).to(tl.int64) // TOP_K
     at_x = x + token[:, None] * x_stride + column[None, :]
-    at_gate = weight + expert.to(tl.int64) * expert_stride + n[None, :] * WIDTH + column[:, None]
-    at_up = at_gate + INNER * WIDTH
-    gate = tl.zeros((M_BLOCK, N_BLOCK), tl.float32)
-    up = tl.zeros((M_BLOCK, N_BLOCK), tl.float32)
+    # Columns alternate between gate and up: one wide product, whose halves part within a thread.
+    pair = tl.arange(0, 2 * N_BLOCK)
+    weight_n = n_first + pair // 2
+    at_weight = weight + expert.to(tl.int64) * expert_stride
+    at_weight += (weight_n + (pair % 2) * INNER)[None, :] * WIDTH + column[:, None]
+    both = tl.zeros((M_BLOCK, 2 * N_BLOCK), tl.float32)
     for start in range(0, WIDTH, K_BLOCK):
         inside = start + column < WIDTH
         rows = tl.load(at_x + start, real & inside[None, :], other=0.0)
-        mask = inside[:, None] & real_n
-        gate = tl.dot(rows, tl.load(at_gate + start, mask, other=0.0), gate)
-        up = tl.dot(rows, tl.load(at_up + start, mask, other=0.0), up)
+        w = tl.load(at_weight + start, inside[:, None] & (weight_n < INNER)[None, :], other=0.0)
+        both = tl.dot(rows, w, both)
+    gate, up = tl.split(tl.reshape(both, (M_BLOCK, N_BLOCK, 2)))
     storage = act.dtype.element_ty
     g = gate.to(storage).to(tl.float32)
     u = up.to(storage).to(tl.float32)
     made = (g / (1.0 + tl.exp(-g)) * u).to(storage)
-    tl.store(act + row[:, None].to(tl.int64) * INNER + n[None, :], made, real & real_n)
+    n = n_first + tl.arange(0, N_BLOCK)
+    tl.store(act + row[:, None].to(tl.int64) * INNER + n[None, :], made, real & (n < INNER)[None, :])
 
 
 @triton.jit
@@ -127,9 +130,7 @@ def grouped_down_kernel(
 
 
 @triton.jit
-def grouped_sum_kernel(
-    rows, weights, out, scale, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr
-):
+def grouped_sum_kernel(rows, weights, out, scale, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -170,16 +171,20 @@ def ordered(ids, experts):
         return order, torch.searchsorted(keys, experts.to(keys.dtype), right=True, out_int32=True)
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     ends = torch.empty(count, dtype=torch.int32, device=ids.device)
-    order_kernel[(triton.cdiv(max(pairs, count), 32),)](flat, order, ends, pairs, count, BLOCK=32, STEP=128, num_warps=4)
+    order_kernel[(triton.cdiv(max(pairs, count), 32),)](
+        flat, order, ends, pairs, count, BLOCK=32, STEP=128, num_warps=4
+    )
     return order, ends
 
 
 def tiles(pairs: int, experts: int):
     """(rows a tile, launch options of the first product, of the second) for the mean number of rows an expert."""
     mean = pairs / experts
-    if mean <= 16:
+    if mean <= 4:
         return 16, ((64, 128), 4, 4), ((128, 64), 4, 4)
-    if mean <= 64:
+    if mean <= 24:
+        return 32, ((64, 128), 4, 4), ((128, 64), 4, 4)
+    if mean <= 96:
         return 64, ((64, 64), 4, 4), ((128, 64), 4, 4)
     return 128, ((64, 64), 8, 4), ((128, 64), 8, 4)
 

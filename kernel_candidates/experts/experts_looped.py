@@ -1,8 +1,8 @@
 """Turned down, because prefill pays for it: the routed experts as one pair of products an expert that has tokens.
 
 Replaces `expert_dispatch` to `routed_scale` with the loop most readers would write first, rounding as the grouped form
-does. It is right, and at decode it skips the experts that nobody chose; at prefill it makes some fifteen small operations
-for each of them. It reads the ids back to the host, too, which a captured step on a GPU cannot do.
+does. It is right, and at decode it skips the experts that nobody chose; at prefill it makes some fifteen small
+operations for each of 256. It reads the ids back to the host, too, which a captured step on a GPU cannot do.
 
 Predicts: half the time of a grouped product that visits every expert at decode; twice its time at prefill.
 """

@@ -1,10 +1,11 @@
 """Post-norm, depth-scaled residual add and the next pre-norm in one pass over the row: one program a token.
 
-The row stays in registers between the two norms, so that each of branch, stream, sum and normed row crosses memory once.
-Rounds where the model does: after the first norm, after each scaled term, after the sum (which the second norm reads).
+The row stays in registers between the two norms, so that each of branch, stream, sum and normed row crosses memory
+once. Rounds where the model does: after the first norm, after each scaled term, after the sum (which the second norm
+reads).
 
-Predicts: three regions of some 13 launches become one; 40 KB a token at hidden 5120 in BF16, a floor of 158 us at 16,384
-tokens and 4.25 TB/s; at one token the launch and one memory latency, 2-3 us in place of 20.
+Predicts: three regions of some 13 launches become one; 40 KB a token at hidden 5120 in BF16, a floor of 158 us at
+16,384 tokens and 4.25 TB/s; at one token the launch and one memory latency, 2-3 us in place of 20.
 """
 
 from dataclasses import dataclass
@@ -112,7 +113,8 @@ def run(inputs, caches, state):
         norm_residual_norm_kernel[(rows,)](
             branch, stream, state.first_weight, state.second_weight,
             made[state.total or roles[0]], made[state.normed or roles[0]],
-            branch.stride(0), stream.stride(0), state.branch_scale, state.stream_scale, state.first_eps, state.second_eps,
+            branch.stride(0), stream.stride(0),
+            state.branch_scale, state.stream_scale, state.first_eps, state.second_eps,
             WIDTH=width, BLOCK=block, KEEPS_TOTAL=state.total is not None, HAS_SECOND=state.normed is not None,
             num_warps=max(1, min(16 if rows < 264 else 8, block // 256)),
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """A projection of few tokens: output projection, dense down projection, vocabulary head.
 
-One token: each program takes a few output rows and the whole inner dimension, products and sums in FP32, reduced once at
-the end. Up to 16: tensor cores with the tokens padded to 16 rows, weights streamed through shared memory. Nothing is
-split over the inner dimension, so a step needs no second launch and no atomics.
+One token: each program takes a few output rows and the whole inner dimension, products and sums in FP32, reduced once
+at the end. Up to 16: tensor cores with the tokens padded to 16 rows, weights streamed through shared memory. Nothing
+is split over the inner dimension, so a step needs no second launch and no atomics.
 
 Predicts: output projection of one rank 7.9 MB, 3.5 us in place of 5.1 (52 layers); vocabulary head 194 MB, 48 us.
 """
@@ -23,9 +23,7 @@ REWRITE = Rewrite(
 
 
 @triton.jit
-def gemv_one_kernel(
-    x, weight, out, rows, WIDTH: tl.constexpr, N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr
-):
+def gemv_one_kernel(x, weight, out, rows, WIDTH: tl.constexpr, N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr):
     n = tl.program_id(0) * N_BLOCK + tl.arange(0, N_BLOCK)
     column = tl.arange(0, K_BLOCK)
     total = tl.zeros((N_BLOCK, K_BLOCK), tl.float32)
@@ -68,7 +66,7 @@ def prepare(site: Site):
 
 
 def inner_block(width: int, most: int) -> int:
-    """The largest power of two up to `most` that divides `width`; where only a small one does, one that covers it masked."""
+    """The largest power of two up to `most` that divides `width`; where only a small one does, one that covers it."""
     divides = width & -width
     return min(most, divides) if divides >= 64 else min(most, triton.next_power_of_2(width))
 

@@ -1,8 +1,8 @@
 """Query, key, value and output-gate projections of few tokens in one launch, each weight read where it lies.
 
-A program takes a few output rows of one of the four weights, chosen by its number, so nothing is packed and no memory is
-held. One token: products and sums in FP32 over a tile of rows, reduced once at the end. Up to 16: tensor cores with the
-tokens padded to 16 rows, weights streamed through shared memory.
+A program takes a few output rows of one of the four weights, chosen by its number, so nothing is packed and no memory
+is held. One token: products and sums in FP32 over a tile of rows, reduced once at the end. Up to 16: tensor cores with
+the tokens padded to 16 rows, weights streamed through shared memory.
 
 Predicts: 18.4 MB a layer of one rank, a floor of 4.3 us; 6 us in one launch in place of 20 in four.
 """

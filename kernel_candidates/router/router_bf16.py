@@ -47,7 +47,7 @@ def prepare(site: Site) -> State:
 def run(inputs: Mapping[str, Tensor], caches: Mapping[str, Tensor], state: State) -> dict[str, Tensor]:
     rows = inputs["feedforward_input"].bfloat16()
     scores = F.linear(rows, state.weight).sigmoid()
-    choice = (scores + state.bias).view(rows.shape[0], state.groups, -1)
+    choice = (scores + state.bias).view(rows.shape[0], state.groups, scores.shape[1] // state.groups)
     best = choice.topk(2, dim=-1)[0].sum(-1).topk(state.staying, dim=-1)[1]
     stays = torch.zeros(choice.shape[:2], dtype=torch.bool, device=rows.device).scatter_(1, best, True)
     ids = choice.masked_fill(~stays[:, :, None], float("-inf")).flatten(1).topk(state.top_k, dim=-1)[1]

@@ -1,13 +1,14 @@
-"""The whole router in FP32: one matrix-vector kernel (few tokens) or one tensor-core kernel (many), then one top-k kernel.
+"""The whole router in FP32: one matrix-vector kernel (few tokens) or one tensor-core kernel (many), then one top-k
+kernel.
 
-With many BF16 tokens the FP32 weight is split into three BF16 parts, which hold its 24 bits: BF16 activations are exact, so
-three BF16 products summed in FP32 are an FP32 product at tensor-core speed. Each block of the inner dimension is summed
-from the smallest part up and then added to an FP32 total, so that the tensor cores' own sums stay short. FP32 activations
-take FP32 products. The top-k kernel does a token a program: sigmoid, correction bias for choosing only, the two best of
-each group, groups left out at minus infinity, then the experts by descending score.
+With many BF16 tokens the FP32 weight is split into three BF16 parts, which hold its 24 bits: BF16 activations are
+exact, so three BF16 products summed in FP32 are an FP32 product at tensor-core speed. Each block of the inner
+dimension is summed from the smallest part up and then added to an FP32 total, so that the tensor cores' own sums stay
+short. FP32 activations take FP32 products. The top-k kernel does a token a program: sigmoid, correction bias for
+choosing only, the two best of each group, groups left out at minus infinity, then the experts by descending score.
 
-Predicts: at one token 5.2 MB, 1.2 us of floor and 6 us for both launches in place of some 50; at 16,384 tokens 129 GFLOP,
-170-300 us in place of 973 for the FP32 product, and 30 us for the choice in place of a dozen launches.
+Predicts: at one token 5.2 MB, 1.2 us of floor and 6 us for both launches in place of some 50; at 16,384 tokens 129
+GFLOP, 170-300 us in place of 973 for the FP32 product, and 30 us for the choice in place of a dozen launches.
 """
 
 from dataclasses import dataclass

@@ -426,6 +426,17 @@ def test_one_process_has_no_interval_and_the_page_says_so(run: RunData) -> None:
     assert "one process: no interval" in report.render(replace(run, ladders=(ladder,)))
 
 
+def test_a_gain_within_the_noise_is_not_called_faster(run: RunData) -> None:
+    base, rung = arm("baseline", "baseline", [10.0], [11.0], [9.0]), arm("fp32_router", "rung", [9.0], [11.2], [9.1])
+    html = report.render(replace(run, ladders=(ladder_of(base, rung),)))
+    assert "not told apart from no change" in html and '<b class="better">' not in html
+    ends = [
+        float(x)
+        for x in re.findall(r'class="err" d="M[\d.]+ [\d.]+H([\d.]+)', report.waterfall_svg(ladder_of(base, rung)))
+    ]
+    assert ends and max(ends) <= 1080 - 236
+
+
 def test_an_arm_without_samples_is_said_and_left_out() -> None:
     ladder = ladder_of(
         arm("baseline", "baseline", [10.0, math.nan, 10.0], [10.0]),

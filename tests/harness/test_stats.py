@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import stats
@@ -37,6 +37,7 @@ def test_a_drift_that_is_linear_within_a_block_cancels() -> None:
     assert stats.block_log_ratio(drifting) == pytest.approx(0, abs=1e-12)
 
 
+@settings(deadline=None)
 @given(BLOCKS)
 def test_swapping_the_arms_flips_the_sign(one: Block) -> None:
     swapped = one.model_copy(update={"order": "BAAB" if one.order == "ABBA" else "ABBA"})
@@ -95,3 +96,10 @@ def test_skewness_and_drift_see_what_they_should() -> None:
     assert change == pytest.approx(0.11, rel=0.01)
     assert t > 50
     assert stats.drift([0.3] * 6) == (0.0, 0.0)
+
+
+def test_an_estimate_uses_the_processes_that_have_clean_blocks_and_counts_them() -> None:
+    launches = [launch(i, block(2.0, 1.0, tainted="throttled" if i == 3 else "")) for i in range(6)]
+    assert stats.estimate(launches, "decode").processes == 5
+    with pytest.raises(DataError, match="throttled"):
+        stats.estimate(launches[3:4], "decode")

@@ -6,7 +6,12 @@ import torch
 
 from harness.candidate import Rewrite
 
-REWRITE = Rewrite(name="norm_chain_fp32", replaces=(("post_attention_norm", "attention_residual_add", "pre_feedforward_norm"),), backend="torch", target="decode")
+REWRITE = Rewrite(
+    name="norm_chain_fp32",
+    replaces=(("post_attention_norm", "attention_residual_add", "pre_feedforward_norm"),),
+    backend="torch",
+    target="decode",
+)
 
 
 def prepare(site):
@@ -16,11 +21,9 @@ def prepare(site):
 def run(inputs, caches, site):
     x, hidden = inputs["attention_out"], inputs["hidden"]
 
-
     def norm(wide, name):
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + site.attrs[f"{name}.eps"])
         return wide * site.weights[f"{name}.weight"].float()
-
 
     index = site.attrs["attention_residual_add.residual_index"]
     added = norm(x.float(), "post_attention_norm") / math.sqrt(index) + hidden.float() * math.sqrt((index - 1) / index)

@@ -6,7 +6,9 @@ import torch
 
 from harness.candidate import Rewrite, When
 
-REWRITE = Rewrite(name="window", replaces=(("attention",),), backend="torch", target="decode", when=When(phases=("decode",)))
+REWRITE = Rewrite(
+    name="window", replaces=(("attention",),), backend="torch", target="decode", when=When(phases=("decode",))
+)
 
 
 def prepare(site):
@@ -24,7 +26,7 @@ def run(inputs, caches, site):
     seen = at <= last
     if window:
         seen &= at > last - window
-    heads, dim = query.shape[1:]
+    heads = query.shape[1]
     group = heads // keys.shape[1]
     keys, values = (t.float().repeat_interleave(group, 1) for t in (keys, values))
     values = values.masked_fill(~seen[:, None, :, None], 0)

@@ -10,4 +10,6 @@ def prepare(site):
 
 
 def run(inputs, caches, site):
-    return {"feedforward_out": inputs["experts_out"] * site.attrs["routed_scale.scale"] * site.attrs["routed_scale.scale"]}
+    return {
+        "feedforward_out": inputs["experts_out"] * site.attrs["routed_scale.scale"] * site.attrs["routed_scale.scale"]
+    }

@@ -1,0 +1,138 @@
+"""What the commands show: records to rich tables and lines. Prints nothing itself."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from harness.doctor import Finding, WorkloadRow
+from harness.schema import Attempt, Gap, Gate, Ladder, LadderArm, OutputError, Profile, Status
+
+MARKS = {Status.KEPT: "[green]kept[/]", Status.INCONCLUSIVE: "[yellow]inconclusive[/]"}
+FINDINGS = {"ok": "[green]ok[/]     ", "missing": "[yellow]missing[/]", "bad": "[red]bad[/]    "}
+
+
+def table(columns: str, *, left: Sequence[str] = (), title: str | None = None) -> Table:
+    """A table of comma-separated columns, numbers to the right but for those named in `left`."""
+    made = Table(title=title, title_justify="left")
+    for column in columns.split(","):
+        made.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    return made
+
+
+def mark(status: Status) -> str:
+    return MARKS.get(status, f"[red]{status.value.replace('_', ' ')}[/]")
+
+
+def attempt_line(attempt: Attempt) -> str:
+    reason = escape(attempt.decision.reason.splitlines()[0][:300] if attempt.decision.reason else "")
+    verdict = mark(attempt.decision.status)
+    return f"{attempt.attempt:3d} {verdict} [bold]{attempt.name}[/] ({attempt.seconds:.0f} s): {reason}"
+
+
+def attempts_table(attempts: Iterable[Attempt], title: str) -> Table:
+    """Every attempt with its verdict, both arms of its target phase and the reason."""
+    made = table(
+        "#,rewrite,verdict,phase,before ms,after ms,why", left=("rewrite", "verdict", "phase", "why"), title=title
+    )
+    for attempt in attempts:
+        target = next((e for e in attempt.estimates if e.phase == attempt.target), None)
+        before, after = (f"{target.baseline_ms:.3f}", f"{target.candidate_ms:.3f}") if target else ("", "")
+        why = escape(attempt.decision.reason.splitlines()[0][:200] if attempt.decision.reason else "")
+        made.add_row(
+            str(attempt.attempt), attempt.name, mark(attempt.decision.status), attempt.target, before, after, why
+        )
+    return made
+
+
+def median_ms(arm: LadderArm) -> float | None:
+    times = [ms for process in arm.samples_ms for ms in process]
+    return statistics.median(times) if times else None
+
+
+def ladder_line(ladder: Ladder, device: str) -> str:
+    """A ladder's two ends: the baseline and the whole kept stack."""
+    ends = [median_ms(ladder.arms[0]), *(median_ms(arm) for arm in ladder.arms if arm.kind == "rung")]
+    first, last = ends[0], ends[-1]
+    if first is None or last is None:
+        return f"{ladder.phase}: not measured"
+    return f"{ladder.phase}: {first:.3f} -> {last:.3f} ms, {first / last:.2f}x, re-measured interleaved on {device}"
+
+
+def ladder_table(ladder: Ladder, device: str) -> Table:
+    made = table(
+        "arm,kind,median ms,processes,note",
+        left=("arm", "kind", "note"),
+        title=f"{ladder.workload} {ladder.phase} on {device}",
+    )
+    for arm in ladder.arms:
+        ms = median_ms(arm)
+        made.add_row(arm.name, arm.kind, "" if ms is None else f"{ms:.4f}", str(len(arm.samples_ms)), escape(arm.note))
+    return made
+
+
+def gate_lines(attempt: Attempt, until: Gate) -> Iterator[str]:
+    """A line a gate, the errors that matter below it, then estimates and the verdict."""
+    for gate in attempt.gates:
+        verdict = "[green]passed[/]" if gate.passed or gate.status is None else mark(gate.status)
+        yield f"{gate.gate.value:14s} {verdict} {gate.seconds:.1f} s  {escape(gate.reason)}"
+        for error in gate.errors[:5]:
+            yield f"    {escape(error_line(error))}"
+    for e in attempt.estimates:
+        yield (
+            f"{e.phase}: {e.baseline_ms:.4f} -> {e.candidate_ms:.4f} ms, ln ratio {e.log_ratio:+.4f} "
+            f"\\[{e.low:+.4f}, {e.high:+.4f}] over {e.processes} processes"
+        )
+    if attempt.decision.status is Status.KEPT:
+        yield "[green]right[/]" if until is Gate.NUMERICS else "[green]would be kept[/]"
+
+
+def error_line(error: OutputError) -> str:
+    """Region, input, place, error and budget of one judged output."""
+    figures = ""
+    if error.error is not None and error.budget is not None:
+        figures = f": error {error.error:.3g}, budget {error.budget:.3g}"
+    place = f" at {list(error.place)}" if error.place else ""
+    return f"{error.region}, layer {error.layer}, {error.case}, {error.output}{place}{figures}"
+
+
+def profile_table(profile: Profile, gaps: Sequence[Gap]) -> Table:
+    """Regions by their gap to the floor; unranked where the profile is incomplete."""
+    captured = f", captured {profile.captured_ms:.3f} ms" if profile.captured_ms is not None else ""
+    title = (
+        f"{profile.workload} {profile.phase}: {profile.step_ms:.3f} ms a step{captured}, {profile.launches} launches"
+    )
+    made = table("region,calls,launches,ms,share,floor ms,gap ms,bound", left=("region", "bound"), title=title)
+    rows = {row.region: row for row in profile.regions}
+    for gap in gaps:
+        row = rows[gap.region]
+        figures = (f"{gap.time_ms:.4f}", f"{gap.share:.1%}", f"{gap.floor_ms:.4f}", f"{gap.gap_ms:.4f}", gap.bound)
+        made.add_row(gap.region, str(row.calls), str(row.launches), *figures)
+    made.add_row("unattributed", "", "", f"{profile.unattributed_ms:.4f}", "", "", "", "")
+    return made
+
+
+def workloads_table(rows: Iterable[WorkloadRow]) -> Table:
+    made = table(
+        "workload,phase,tokens,GB a step,GFLOP a step,weights GiB,fits here", left=("workload", "phase", "fits here")
+    )
+    for row in rows:
+        counted = (
+            (f"{row.bytes / 1e9:.4g}", f"{row.flops / 1e9:,.4g}", f"{row.weight_bytes / 2**30:.2f}")
+            if row.bytes
+            else ("", "", "")
+        )
+        made.add_row(
+            row.workload, row.phase + (" *" if row.decides else ""), f"{row.tokens:,}", *counted, escape(row.fits)
+        )
+    return made
+
+
+def finding_lines(findings: Iterable[Finding]) -> Iterator[str]:
+    for finding in findings:
+        yield f"{FINDINGS[finding.state]} {finding.what}: {escape(finding.detail)}"
+        if finding.mend:
+            yield f"        mend: {escape(finding.mend)}"

@@ -12,7 +12,7 @@ from harness.workload import load_workloads
 
 
 def write_report(directory: Path, lines: Sequence[LedgerLine]) -> Path:
-    """Writes report.html, ledger.csv and waterfall.svg of a run, with the newest ladder of each phase and set of arms."""
+    """Writes report.html, ledger.csv and waterfall.svg of a run, the newest ladder of each phase and set of arms."""
     config = load_config(directory)
     attempts = tuple(line for line in lines if isinstance(line, Attempt))
     before, after = read_profiles(directory)

@@ -88,6 +88,7 @@ class Session:
         number = len(self.attempts()) + 1
         relative = f"candidates/{number:03d}-{proposal.stem}.py"
         path = self.directory / relative
+        path.parent.mkdir(exist_ok=True)
         write_atomic(path, proposal.source)
         started = datetime.now(UTC)
         proposed = Proposed(

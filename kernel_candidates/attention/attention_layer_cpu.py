@@ -5,6 +5,8 @@ norms, RoPE or SSMax, the cache write, attention over the pages, output gate, ou
 pre-norm. What lies between never becomes a tensor; each value is still rounded where the model rounds it.
 
 Predicts: five calls and their tensors become one; 40 us -> 25 us a layer at decode on top of the fused parts.
+Measured: 186 us -> 15 us a sliding layer at decode, 191 us -> 25 us a full one; isolated and warm, CPU time of one
+thread of an AMD EPYC (family 26), torch 2.13.
 """
 
 from __future__ import annotations

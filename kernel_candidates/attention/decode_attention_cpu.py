@@ -4,6 +4,8 @@ Replaces `attention, output_gate` at decode and verify. Only the keys inside the
 (what lies elsewhere, NaN included, cannot leak); query heads of one key/value head share them while they are in cache.
 
 Predicts: no gathered copy of the pages, no mask, no repeated heads; 71 us -> 15 us a layer at decode, -0.45 ms a step.
+Measured: 43 us -> 7.9 us a sliding layer at decode with 256 tokens of context; isolated and warm, CPU time of one
+thread of an AMD EPYC (family 26), torch 2.13.
 """
 
 from __future__ import annotations

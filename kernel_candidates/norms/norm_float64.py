@@ -4,6 +4,8 @@ Replaces any one of the five norms of the hidden state. It is right, and nearer 
 norm's error is its storage rounding and not its sum, so that the two extra conversions and doubled bytes buy nothing.
 
 Predicts: right; no gain where launches count, slower where bytes do.
+Measured: 12.3 us -> 12.2 us a norm at decode, 19 us -> 34 us at prefill of 2 x 128; isolated and warm, CPU time of
+one thread of an AMD EPYC (family 26), torch 2.13.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Replaces `post_attention_norm, attention_residual_add, pre_feedforward_norm`, th
 (the last of them the next layer's or the final norm), and the first two alone where a prefill selects rows between.
 
 Predicts: eighteen PyTorch operations become one call; 34 us -> 5 us a run at decode, -0.45 ms a step.
+Measured: 30 us -> 5.0 us a run at decode, 53 us -> 14.5 us at prefill of 2 x 128; isolated and warm, CPU time of one
+thread of an AMD EPYC (family 26), torch 2.13.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Replaces `mlp_gate_proj` to `mlp_down_proj` with `post_feedforward_norm`, `feedf
 norm, at decode and verify, where a few rows against a weight are a matrix-vector product and bytes decide.
 
 Predicts: ten calls become one, no packed copy; 75 us -> 25 us a dense layer at decode.
+Measured: 58 us -> 13 us a dense layer at decode; isolated and warm, CPU time of one thread of an AMD EPYC (family
+26), torch 2.13.
 """
 
 from __future__ import annotations

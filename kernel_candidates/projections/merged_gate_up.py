@@ -3,6 +3,8 @@
 Replaces `mlp_gate_proj, mlp_up_proj, mlp_swiglu`. The packed copy of the two weights is this rewrite's own memory.
 
 Predicts: two products become one; 35 us -> 25 us a dense layer at decode.
+Measured: 17.7 us -> 16.1 us a dense layer at decode, 681 us -> 674 us at prefill of 2 x 128; isolated and warm, CPU
+time of one thread of an AMD EPYC (family 26), torch 2.13.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Replaces `q_proj, k_proj, v_proj, output_gate_proj`. The packed copy of the four weights is this rewrite's own memory.
 
 Predicts: four products become one; 30 us -> 20 us a layer at decode.
+Measured: 17.4 us -> 12.5 us a layer at decode, 551 us -> 544 us at prefill of 2 x 128, isolated and warm, CPU time of
+one thread of an AMD EPYC (family 26), torch 2.13; in the whole step, where the weights come from memory, within noise.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Replaces `positions, rope_table, ssmax_scale, masks` at decode and verify: some 
 operations whose results are a few kilobytes. Angles are made in double precision, so that far positions keep theirs.
 
 Predicts: 165 us -> 10 us a step at decode.
+Measured: 95 us -> 11 us a step at decode; isolated and warm, CPU time of one thread of an AMD EPYC (family 26), torch
+2.13.
 """
 
 from __future__ import annotations

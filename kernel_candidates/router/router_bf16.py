@@ -5,6 +5,8 @@ Replaces `router`. Half the bytes of the replicated FP32 weight are read, and th
 experts. Rounded scores alone move experts too. The error budget of a choice is the FP64 gap, so this is refused.
 
 Predicts: -30% of the router's time where its weight is read from memory, at the price of wrong experts.
+Measured: 32 us -> 47 us a layer at decode, 1,420 us -> 1,220 us at prefill of 2 x 128, where 15-18% of choices
+change; isolated and warm, CPU time of one thread of an AMD EPYC (family 26), torch 2.13.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Replaces `router`. Four rows share each pass over the FP32 weight; a row's 256 s
 and the choice keeps a short sorted list instead of calling three general top-k's.
 
 Predicts: thirteen PyTorch operations become one call; 57 us -> 9 us a layer at decode, -0.24 ms a step.
+Measured: 33 us -> 8.4 us a layer at decode, 1,370 us -> 550 us at prefill of 2 x 128; isolated and warm, CPU time of
+one thread of an AMD EPYC (family 26), torch 2.13.
 """
 
 from __future__ import annotations

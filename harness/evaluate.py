@@ -61,6 +61,7 @@ class Evaluation:
         self.stack = dict(stack)
         """Kept rewrites: name to file, in order."""
         self.file = str(proposed.file)
+        self.cache = f"{proposed.attempt:03d}"
         self.built: m.Built | None = None
         self.placement: Placement = None  # type: ignore[assignment]  # set by the build gate, before any reader
         self.displaced: tuple[str, ...] = ()
@@ -152,14 +153,14 @@ class Evaluation:
     def _site_child(self) -> Child:
         """The child that builds the candidate and runs it at single sites; it never sees an expected value."""
         if self._site is None:
-            self._site, _ = self._children.enter_context(self.judge.child({"A": ()}, "sites"))
+            self._site, _ = self._children.enter_context(self.judge.child({"A": ()}, "sites", self.cache))
         return self._site
 
     def _step_child(self) -> Child:
         """The child of the whole-step gates: arm A is the kept stack, B the stack with the candidate."""
         if self._step is None:
             self._close_children()
-            self._step, opened = self._children.enter_context(self.judge.child(self.arms(), "step"))
+            self._step, opened = self._children.enter_context(self.judge.child(self.arms(), "step", self.cache))
             before = opened.displaced.get("A", ())
             self.displaced = tuple(name for name in opened.displaced.get("B", ()) if name not in before)
         return self._step
@@ -257,13 +258,13 @@ class Evaluation:
         judge = self.judge
         first = len(self.launches)
         with ExitStack() as stack:
-            children = [stack.enter_context(Child(judge.scratch / f"confirm-{first + i}")) for i in range(count)]
+            children = [stack.enter_context(judge.spawn(f"confirm-{first + i}", self.cache)) for i in range(count)]
             for child in children:
                 child.wait_ready()
             for index, child in enumerate(children, start=first):
                 judge.said(f"confirm {index + 1}/{first + count}")
                 seed = judge.draw("confirm", self.proposed.attempt, index)
-                child.ask(judge.opening(self.arms(), child.scratch, seed), m.Opened, judge.limits.build_s)
+                child.ask(judge.opening(self.arms(), seed), m.Opened, judge.limits.build_s)
                 blocks = judge.limits.confirm_blocks
                 self.launches.append(self._launch(child, index, phases, blocks, "confirm"))
                 child.close()

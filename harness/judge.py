@@ -64,7 +64,7 @@ class Judge:
     def measured_phases(self) -> tuple[Phase, ...]:
         return tuple(p for p in self.workload.phases if not self.phases or p.name in self.phases)
 
-    def opening(self, arms: Mapping[str, Sequence[str]], scratch: Path, seed: int | None = None) -> m.Open:
+    def opening(self, arms: Mapping[str, Sequence[str]], seed: int | None = None) -> m.Open:
         return m.Open(
             workload=self.workload,
             device=self.device,
@@ -72,25 +72,27 @@ class Judge:
             threads=self.threads,
             cores=self.cores,
             arms={name: tuple(files) for name, files in arms.items()},
-            build_dir=str(scratch / "build"),
         )
+
+    def spawn(self, label: str, cache: str) -> Child:
+        """A fresh child, starting. Compiled code goes to the folder `cache`, which the children of one candidate share
+        and no other's see: a build that is killed leaves nothing behind for the next."""
+        return Child(self.scratch / label, self.scratch / f"cache-{cache}")
 
     @contextmanager
     def child(
-        self, arms: Mapping[str, Sequence[str]], label: str, seed: int | None = None
+        self, arms: Mapping[str, Sequence[str]], label: str, cache: str = "baseline"
     ) -> Iterator[tuple[Child, m.Opened]]:
         """A fresh child with its arms opened; its scratch folder is removed afterwards."""
-        scratch = self.scratch / label
-        with Child(scratch) as child:
-            yield child, child.ask(self.opening(arms, scratch, seed), m.Opened, self.limits.build_s)
-        shutil.rmtree(scratch, ignore_errors=True)
+        with self.spawn(label, cache) as child:
+            yield child, child.ask(self.opening(arms), m.Opened, self.limits.build_s)
+        shutil.rmtree(child.scratch, ignore_errors=True)
 
     def oracle(self) -> Child:
         """The trusted child that records inputs and expected values; started on first use and kept."""
         if self._oracle is None or self._oracle.process.poll() is not None:
-            scratch = self.scratch / "oracle"
-            self._oracle = Child(scratch)
-            self._oracle.ask(self.opening({"A": ()}, scratch), m.Opened, self.limits.build_s)
+            self._oracle = self.spawn("oracle", "baseline")
+            self._oracle.ask(self.opening({"A": ()}), m.Opened, self.limits.build_s)
         return self._oracle
 
     def close(self) -> None:

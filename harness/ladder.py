@@ -55,13 +55,13 @@ def measure(
     ready: dict[str, str] = {}
     failed: dict[str, str] = {}
     with ExitStack() as exits:
-        children = [exits.enter_context(Child(judge.scratch / f"ladder-{phase}-{i}")) for i in range(processes)]
+        children = [exits.enter_context(judge.spawn(f"ladder-{phase}-{i}", "ladder")) for i in range(processes)]
         for child in children:
             child.wait_ready()
         for index, child in enumerate(children):
             judge.said(f"ladder {phase} {index + 1}/{processes}")
             seed = judge.draw("ladder", phase, index)
-            child.ask(judge.opening(arms, child.scratch, seed), m.Opened, judge.limits.build_s)
+            child.ask(judge.opening(arms, seed), m.Opened, judge.limits.build_s)
             able = [peer.name for peer in peers if peer.name not in failed and _add(child, peer, phase, ready, failed)]
             for name, times in _rounds(judge, child, phase, [*arms, *able], rounds, seed).items():
                 samples[name].append(times)

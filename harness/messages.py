@@ -26,7 +26,6 @@ class Open(Record):
     threads: int
     cores: tuple[int, ...] = ()
     arms: dict[str, tuple[str, ...]]
-    build_dir: str
 
 
 class Build(Record):

@@ -21,6 +21,9 @@ from harness.program import FP64, PRECISIONS, Call, Precision, Program, bind_ref
 SAMPLED_ROWS = 1024
 """Outputs with more rows than this are judged on this many of them, the first and the last included."""
 
+LARGE_BYTES = 32 << 20
+"""Inputs of one run above this many bytes are a large snapshot: see `_cases`."""
+
 Values = dict[str, Tensor]
 
 
@@ -65,16 +68,33 @@ def record_sites(bench: Bench, request: m.RecordSites) -> tuple[m.RecordedCase, 
                 for span in starts.get(index, ()):
                     writer = CaseWriter(bench, program, span, directory)
                     inputs = {name: env[name].clone() for name in writer.reads}
-                    label = f"{'recorded' if order == 0 else 'fresh'} seed {seed}"
-                    cases = [(label, inputs)]
-                    if request.adversarial and order == 0:
-                        cases += [(f"adversarial: {name}", case) for name, case in adversarial(writer, inputs, seed)]
-                    recorded += [
-                        writer.write(name, case, storage) for name, case in cases for storage in request.storages
-                    ]
+                    recorded += _cases(writer, inputs, seed, order == 0, request)
                 if index >= max(starts):
                     break
     return tuple(recorded)
+
+
+def _cases(writer: CaseWriter, inputs: Values, seed: int, first: bool, request: m.RecordSites) -> list[m.RecordedCase]:
+    """The cases made of one snapshot: as it is, adversarial ones on the first, each in every storage asked for.
+
+    A large snapshot is judged whole and in the workload's own storage once. Where its rows are independent, some of
+    them stand in for the rest in all other cases; where they are not, other cases are left to the smaller phases.
+    """
+    label = f"{'recorded' if first else 'fresh'} seed {seed}"
+    small = inputs
+    made = []
+    if sum(t.nbytes for name, t in inputs.items() if not is_cache(name)) > LARGE_BYTES:
+        if first:
+            made.append(writer.write(label, inputs, request.storages[0]))
+        if not writer.rowwise:
+            return made
+        rows = _sample(inputs, writer.span.start)
+        small = {name: _rows(t, rows) for name, t in inputs.items()}
+        label += f", {SAMPLED_ROWS} rows of it"
+    cases = [(label, small)]
+    if request.adversarial and first:
+        cases += [(f"adversarial: {name}", case) for name, case in adversarial(writer, small, seed)]
+    return made + [writer.write(name, case, storage) for name, case in cases for storage in request.storages]
 
 
 def adversarial(writer: CaseWriter, inputs: Values, seed: int) -> Iterator[tuple[str, Values]]:
@@ -87,7 +107,7 @@ def adversarial(writer: CaseWriter, inputs: Values, seed: int) -> Iterator[tuple
         originals = [inputs[name] for name in call.inputs]
         for name, changed in call.region.cases([t.clone() for t in originals], weights, call.attrs, generator):
             yield f"{call.region.name}: {name}", inputs | dict(zip(call.inputs, changed, strict=True))
-    if all(call.region.rowwise for call in writer.calls):
+    if writer.rowwise:
         for count in (1, 0):
             yield f"{count or 'no'} row{'' if count else 's'}", {name: t[:count].clone() for name, t in inputs.items()}
 
@@ -102,6 +122,7 @@ class CaseWriter:
         self.reads, self.writes = program.edges(span.start, span.stop)
         self.layer = self.calls[0].layer
         self.directory = directory
+        self.rowwise = all(call.region.rowwise for call in self.calls)
 
     def write(self, case: str, inputs: Values, storage: m.Storage) -> m.RecordedCase:
         """Writes one case's inputs (for the candidate) and expectations (for the judge)."""

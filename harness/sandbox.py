@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -44,9 +44,8 @@ R = TypeVar("R")
 class Child:
     """A worker process. Use as a context manager; leaving kills the process group whatever state it is in."""
 
-    def __init__(
-        self, scratch: Path, *, env: Mapping[str, str] | None = None, file_bytes: int = 64 << 30, start_s: float = 180
-    ) -> None:
+    def __init__(self, scratch: Path, cache: Path, *, file_bytes: int = 64 << 30, start_s: float = 180) -> None:
+        """Starts at once; `scratch` is its working folder and log, `cache` where it builds."""
         scratch.mkdir(parents=True, exist_ok=True)
         self.scratch = scratch
         self.log = scratch / "log.txt"
@@ -65,7 +64,7 @@ class Child:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "harness.worker"],
                 cwd=scratch,
-                env=environment(scratch, theirs.fileno()) | dict(env or {}),
+                env=environment(cache, theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -162,8 +161,8 @@ def _how_ended(code: int) -> str:
     return f"exited with status {code} before it answered"
 
 
-def environment(scratch: Path, channel: int) -> dict[str, str]:
-    """The child's environment: a few harmless names, the packages' folder on the path, caches inside its scratch."""
+def environment(cache: Path, channel: int) -> dict[str, str]:
+    """The child's environment: a few harmless names, the packages' folder on the path, compilers' caches in `cache`."""
     kept = {name: os.environ[name] for name in PASSED if name in os.environ}
     root = str(Path(__file__).resolve().parents[1])
     paths: Sequence[str] = [root, *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
@@ -172,7 +171,7 @@ def environment(scratch: Path, channel: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         CHANNEL: str(channel),
-        "OPTIMIZE_BUILD_DIR": str(scratch / "build"),
-        "TRITON_CACHE_DIR": str(scratch / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+        "OPTIMIZE_BUILD_DIR": str(cache / "build"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
     }

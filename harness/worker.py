@@ -38,7 +38,6 @@ class Worker:
         if request.cores:
             os.sched_setaffinity(0, request.cores)
         torch.set_num_threads(request.threads)
-        os.environ["OPTIMIZE_BUILD_DIR"] = request.build_dir
         self.bench = Bench(request.workload, torch.device(request.device), request.seed)
         self.bench.arm_files = dict(request.arms)
         self.timer = timing.Timer(self.bench)
@@ -83,6 +82,7 @@ class Worker:
         calls = program.calls[case.span.start : case.span.stop]
         reads, _ = program.edges(case.span.start, case.span.stop)
         layer = calls[0].layer
+        mutated = {name for call in calls for name in call.mutates}
         stored = load_file(case.inputs)
         inputs = {name: stored[role(name, layer)].to(bench.device) for name in reads}
         outputs = {k: TensorSpec(shape, getattr(torch, dtype)) for k, (shape, dtype) in case.output_specs.items()}
@@ -108,13 +108,11 @@ class Worker:
             for name, tensor in made.items():
                 if tensor.device.type != bench.device.type:
                     raise CandidateFault("run", ValueError(f"output {name} is on {tensor.device}, not {bench.device}"))
-            caches = {role(n, layer): t for n, t in args.items() if role(n, layer) in site.caches}
-            plain = {role(n, layer): t for n, t in args.items() if role(n, layer) not in site.caches}
-            touched.update(dict.fromkeys(n for n in plain if not _same_bytes(plain[n], stored[n])))
-            runs.append(
-                {f"out.{k}": _cpu(v) for k, v in made.items()} | {f"cache.{k}": _cpu(v) for k, v in caches.items()}
-            )
-        save_file(runs[0], case.outputs)
+            caches = {role(name, layer): args[name] for name in mutated}
+            changed = (name for name in reads if name not in mutated and not _same_bytes(args[name], inputs[name]))
+            touched.update(dict.fromkeys(role(name, layer) for name in changed))
+            runs.append({f"out.{k}": v for k, v in made.items()} | {f"cache.{k}": v for k, v in caches.items()})
+        save_file({name: _cpu(tensor) for name, tensor in runs[0].items()}, case.outputs)
         differs = tuple(name.partition(".")[2] for name in runs[0] if not _same_bytes(runs[0][name], runs[1][name]))
         return m.CaseRun(touched=tuple(touched), repeat_differs=differs)
 
@@ -231,7 +229,7 @@ def _poisoned(tensor: Tensor) -> Tensor:
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    a, b = (t.detach().cpu().contiguous() for t in (a, b))
+    a, b = (t.detach().contiguous() for t in (a, b))
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) if a.numel() else True

@@ -94,6 +94,7 @@ def run(
     only: Annotated[
         list[str] | None, typer.Option(help="Only this file of the catalog, by its stem; may be given again.")
     ] = None,
+    phase: PhasesOption = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, inputs and orders; drawn where not given.")] = None,
     min_gain: Annotated[float, typer.Option(help="The smallest gain worth keeping: 0.003 is 0.3%.")] = 0.003,
     rounds: Annotated[
@@ -109,6 +110,7 @@ def run(
         command=command_line(),
         catalog=catalog,
         only=tuple(only or ()),
+        phases=tuple(phase or ()),
         out=out_dir,
         seed=seed,
         attempts=attempts,

@@ -128,12 +128,13 @@ class Evaluation:
         for phase in self.placement.changed():
             spans = self.placement.judged_spans(phase)
             fresh = FRESH_SEEDS if phase == self.placement.target else 1
+            decides = judge.workload.phase(phase).decides
             request = m.RecordSites(
                 phase=phase,
                 spans=spans,
                 seeds=tuple(judge.draw("numerics", self.proposed.attempt, phase, i) for i in range(1 + fresh)),
-                adversarial=True,
-                storages=storages,
+                adversarial=decides,
+                storages=storages if decides else storages[:1],
                 directory=str(judge.scratch / "cases"),
             )
             recorded = judge.oracle().ask(request, m.Recorded, judge.limits.numerics_s)

@@ -166,18 +166,9 @@ def profile_step(
 
     A take that does not add up, or lost events, is taken once more; then the profile says `complete=False` and why.
     """
-    executor = Executor(program, functools.partial(_ranged, bind, itertools.count()))
     costs = count_costs(program, weights, precision, values)
-    with torch.no_grad(), tempfile.TemporaryDirectory() as scratch:
-        _run(executor, values, device)
-        path = trace or Path(scratch) / "trace.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for _ in range(2):
-            _take(executor, values, device, path)
-            found = traces.attribute(traces.read(path), len(executor.steps), gpu=device.type == "cuda")
-            if not found.problems:
-                break
-    regions = _regions(executor.steps, found, costs, ceilings)
+    found = attribute_step(program, bind, values, device, trace)
+    regions = _regions(tuple(program.steps()), found, costs, ceilings)
     return Profile(
         workload=workload,
         phase=phase,
@@ -190,6 +181,23 @@ def profile_step(
         reason="; ".join(found.problems),
         launches=sum(region.launches for region in regions),
     )
+
+
+def attribute_step(
+    program: Program, bind: Bind, values: Mapping[str, Tensor], device: torch.device, trace: Path | None = None
+) -> traces.Attribution:
+    """A warm step's time and kernels by step index; taken once more where the first take has problems."""
+    executor = Executor(program, functools.partial(_ranged, bind, itertools.count()))
+    with torch.no_grad(), tempfile.TemporaryDirectory() as scratch:
+        _run(executor, values, device)
+        path = trace or Path(scratch) / "trace.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for _ in range(2):
+            _take(executor, values, device, path)
+            found = traces.attribute(traces.read(path), len(executor.steps), gpu=device.type == "cuda")
+            if not found.problems:
+                break
+    return found
 
 
 def _ranged(bind: Bind, numbers: Iterator[int], step: Step) -> Bound:

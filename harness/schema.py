@@ -324,6 +324,8 @@ class RunConfig(Record):
     """Folder of the catalog agent's files."""
     only: tuple[str, ...] = ()
     """The catalog files to propose, by stem; all where empty."""
+    phases: tuple[str, ...] = ()
+    """The phases measured; all of the workload's where empty."""
     model: str | None = None
     seed: int
     attempts: int | None

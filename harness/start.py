@@ -99,6 +99,7 @@ class Order:
     command: str
     catalog: Path
     only: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ()
     out: Path | None = None
     seed: int | None = None
     attempts: int | None = None
@@ -112,6 +113,8 @@ class Order:
 
 def new_session(order: Order, workload: Workload, target: torch.device, said: Say) -> Session:
     """A new run. Raises UsageError before anything is measured where the repository or the folder will not do."""
+    for phase in order.phases:
+        workload.phase(phase)
     directory = new_run_directory(order.out, workload.name)
     keeper = Keeper.open(order.repository, directory.name, directory) if order.repository else None
     fingerprint = device.fingerprint(target)
@@ -123,6 +126,7 @@ def new_session(order: Order, workload: Workload, target: torch.device, said: Sa
         agent=order.agent,
         catalog=str(order.catalog.resolve()),
         only=order.only,
+        phases=order.phases,
         seed=secrets.randbits(32) if order.seed is None else order.seed,
         attempts=order.attempts,
         hours=order.hours,
@@ -170,6 +174,6 @@ def _session(
     config: RunConfig, directory: Path, workload: Workload, target: torch.device, keeper: Keeper | None, said: Say
 ) -> Session:
     ledger = Ledger(directory / "ledger.jsonl")
-    judge = make_judge(workload, target, config.seed, said)
+    judge = make_judge(workload, target, config.seed, said, config.phases)
     judge.rule = dataclasses.replace(judge.rule, min_gain=config.min_gain)
     return Session(config, directory, ledger, judge, keeper, said)

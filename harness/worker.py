@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from harness import engagement, oracle, timing
 from harness import messages as m
+from harness import oracle, timing
 from harness.arms import Bench, CandidateFault, adapter, prepare, site_of
 from harness.errors import CandidateError, ProgramError
-from harness.profiling import profile_step
+from harness.profiling import attribute_step, profile_step
 from harness.program import Step, Substitution, TensorSpec, role
 from harness.schema import Profile
 
@@ -148,8 +148,19 @@ class Worker:
         return m.StepRun(calls=len(arm.executor.steps), sites=len(seen), finite=finite)
 
     def list_kernels(self, request: m.ListKernels) -> m.Kernels:
-        phase = self.bench.workload.phase(request.phase)
-        return engagement.list_kernels(self.bench, request.arm, phase, request.rewrite)
+        """What each site of a rewrite launches in one profiled eager step: the proof that a declared kernel ran."""
+        bench = self.bench
+        phase = bench.workload.phase(request.phase)
+        program, candidates, _ = bench.substitute(phase, bench.arm_files[request.arm])
+        found = attribute_step(
+            program, bench.bind(phase, candidates), bench.fresh_values(phase, bench.seed), bench.device
+        )
+        by_site = [
+            tuple(found.steps[index].kernels) if index in found.steps else ()
+            for index, step in enumerate(program.steps())
+            if isinstance(step, Substitution) and step.rewrite == request.rewrite
+        ]
+        return m.Kernels(sites=len(by_site), by_site=tuple(by_site))
 
     def measure(self, request: m.Measure) -> m.Slots:
         phase = self.bench.workload.phase(request.phase)

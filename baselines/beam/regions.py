@@ -124,10 +124,11 @@ SSMAX_SCALE = Region(
 
 
 def _qk_norm(precision: Precision, weights: Weights, attrs: Attrs, query: Tensor, key: Tensor) -> Outputs:
-    shape = (query.shape[0], -1, attrs["head_dim"])
+    dim = attrs["head_dim"]
+    query, key = (t.view(t.shape[0], t.shape[1] // dim, dim) for t in (query, key))
     return (
-        rms_norm(precision, weights["q_weight"], attrs["eps"], query.view(shape)),
-        rms_norm(precision, weights["k_weight"], attrs["eps"], key.view(shape)),
+        rms_norm(precision, weights["q_weight"], attrs["eps"], query),
+        rms_norm(precision, weights["k_weight"], attrs["eps"], key),
     )
 
 
@@ -184,7 +185,7 @@ SSMAX = Region(
 
 def _output_gate(precision: Precision, weights: Weights, attrs: Attrs, attention: Tensor, gate: Tensor) -> Outputs:
     """attention * sigmoid(gate + bias of the head); rounds after the sum, the sigmoid and the product."""
-    shape = (attention.shape[0], -1, attrs["head_dim"])
+    shape = (attention.shape[0], attention.shape[1] // attrs["head_dim"], attrs["head_dim"])
     biased = gate.view(shape) + weights["bias"].to(precision.storage)[None, :, None]
     return ((attention.view(shape) * torch.sigmoid(biased)).flatten(1),)
 

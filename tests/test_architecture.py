@@ -18,7 +18,7 @@ COMMAND_LINE = "harness.cli"
 
 STAGES = frozenset(
     f"harness.{name}"
-    for name in ("guard", "sandbox", "oracle", "numerics", "timing", "engagement", "profiling", "decide", "keep")
+    for name in ("guard", "sandbox", "oracle", "numerics", "timing", "profiling", "decide", "keep")
 )
 """What answers one question about a candidate or a program. Records, programs, arms and pure formulas are no stages."""
 
@@ -27,7 +27,7 @@ ALLOWED = {
     "baselines": ("baselines", "harness.errors", "harness.program", "harness.workload"),
     "kernel_candidates": ("harness.candidate",),
 }
-FILE_LINES = {"harness": 330, "agents": 330, "baselines": 330, "kernel_candidates": 420}
+FILE_LINES = {"harness": 365, "agents": 330, "baselines": 330, "kernel_candidates": 420}
 FUNCTION_LINES = 50
 ONE_FILE_BY_RULE = {"harness.schema": 450}
 """Every record that crosses a process or reaches disk stands in one file."""
@@ -90,7 +90,7 @@ def test_a_stage_never_imports_another_stage() -> None:
 
 def test_only_the_worker_and_tools_beside_it_load_candidates_into_a_process() -> None:
     """Candidate code runs in the child: what the parent is made of never imports what calls `candidate.load`."""
-    inside = {"harness.arms", "harness.worker", "harness.oracle", "harness.timing", "harness.engagement"}
+    inside = {"harness.arms", "harness.worker", "harness.oracle", "harness.timing"}
     callers = {
         module_of(path)
         for path in sources("harness")

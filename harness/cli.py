@@ -89,8 +89,9 @@ def run(
     ] = None,
     no_git: Annotated[bool, typer.Option("--no-git", help="Keep the rungs in the run's folder alone.")] = False,
     catalog: Annotated[
-        Path, typer.Option(help="The catalog agent's folder, with its catalog.toml.", exists=True, file_okay=False)
-    ] = REPOSITORY / "kernel_candidates",
+        Path | None,
+        typer.Option(help="A catalog folder of your own, with its catalog.toml.", exists=True, file_okay=False),
+    ] = None,
     only: Annotated[
         list[str] | None, typer.Option(help="Only this file of the catalog, by its stem; may be given again.")
     ] = None,
@@ -165,9 +166,10 @@ def _summarise(session: Session, reason: str, page: Path) -> None:
 
 
 def make_agent(config: RunConfig, target: torch.device) -> CatalogAgent:
-    if config.agent != CatalogAgent.name or config.catalog is None:
+    if config.agent != CatalogAgent.name:
         raise UsageError(f"no agent is named {config.agent!r}; there is {CatalogAgent.name}")
-    return CatalogAgent.load(Path(config.catalog), target.type, config.only)
+    folder = Path(config.catalog) if config.catalog else REPOSITORY / "kernel_candidates"
+    return CatalogAgent.load(folder, target.type, config.only)
 
 
 @app.command(epilog="Example: optimize check my_kernel.py -w beam-tiny-bf16")

@@ -321,7 +321,7 @@ class RunConfig(Record):
     workloads_file: str | None = None
     agent: str
     catalog: str | None = None
-    """Folder of the catalog agent's files."""
+    """Folder of the catalog agent's files; null for the project's own, wherever it is installed."""
     only: tuple[str, ...] = ()
     """The catalog files to propose, by stem; all where empty."""
     phases: tuple[str, ...] = ()

@@ -97,7 +97,7 @@ class Order:
 
     agent: str
     command: str
-    catalog: Path
+    catalog: Path | None = None
     only: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
     out: Path | None = None
@@ -124,7 +124,7 @@ def new_session(order: Order, workload: Workload, target: torch.device, said: Sa
         workload=workload.name,
         workloads_file=str(order.workloads_file.resolve()) if order.workloads_file else None,
         agent=order.agent,
-        catalog=str(order.catalog.resolve()),
+        catalog=str(order.catalog.resolve()) if order.catalog else None,
         only=order.only,
         phases=order.phases,
         seed=secrets.randbits(32) if order.seed is None else order.seed,

@@ -47,19 +47,25 @@ def compiled_step(
     torch._dynamo.config.cache_size_limit = 64
     kinds: dict[str, Any] = {}
     plan = []
-    for segment in segments(program):
+    parts = segments(program)
+    last_read = {name: i for i, part in enumerate(parts) for name in part.inputs}
+    for at, segment in enumerate(parts):
         key = _kind(segment, weights)
         if key not in kinds:
             kinds[key] = torch.compile(_function(segment.calls, segment, precision), mode=mode)
         own = [[weights[name] for name in call.weights] for call in segment.calls]
         indices = [int(call.attrs[INDEX]) for call in segment.calls if INDEX in call.attrs]
-        plan.append((segment, kinds[key], own, indices))
+        made_here = (*segment.inputs, *segment.outputs)
+        dead = [n for n in made_here if last_read.get(n, at) == at and n not in values and n not in program.outputs]
+        plan.append((segment, kinds[key], own, indices, dead))
 
     def step() -> dict[str, Tensor]:
         env = dict(values)
-        for segment, function, own, indices in plan:
+        for segment, function, own, indices, dead in plan:
             made = function([env[name] for name in segment.inputs], own, indices)
             env.update(zip(segment.outputs, made, strict=True))
+            for name in dead:
+                del env[name]
         return {name: env[name] for name in program.outputs}
 
     return step

@@ -287,7 +287,8 @@ def ladder(
         session = start.ladder_session(run_dir, workload, target, said)
         try:
             phases = phase or [p.name for p in session.judge.workload.deciding]
-            peers = [PeerSpec(name, captured=name.startswith("torch_compile")) for name in peer or ()]
+            cuda = target.type == "cuda"
+            peers = [PeerSpec(name, captured=cuda and name.startswith("torch_compile")) for name in peer or ()]
             made = session.climb(
                 phases, processes=processes, rounds=rounds, peers=peers, command=command_line(), ends=ends
             )

@@ -62,6 +62,7 @@ def measure(
             judge.said(f"ladder {phase} {index + 1}/{processes}")
             seed = judge.draw("ladder", phase, index)
             child.ask(judge.opening(arms, seed), m.Opened, judge.limits.build_s)
+            time_slots(judge, child, phase, [(name, seed) for name in arms])  # theirs is the memory, peers get the rest
             able = [peer.name for peer in peers if peer.name not in failed and _add(child, peer, phase, ready, failed)]
             for name, times in _rounds(judge, child, phase, [*arms, *able], rounds, seed).items():
                 samples[name].append(times)

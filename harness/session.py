@@ -24,6 +24,7 @@ from harness.evaluate import Evaluation, Proposed
 from harness.judge import Judge
 from harness.keep import Keeper, NotCommittedError, Rung
 from harness.ledger import Ledger, read_ledger, write_atomic
+from harness.profiling import cost_on_meta
 from harness.schema import Attempt, Ceilings, Commit, Gap, Ladder, Profile, RunConfig, Status
 
 COMMIT_FILE = "stack.json"
@@ -183,10 +184,8 @@ class Session:
         stack = tuple(self.stack().items())
         made = []
         for phase in phases:
-            before = self.directory / "profiles" / f"{phase}-baseline.json"
-            floor = None
-            if before.exists():
-                floor = sum(r.floor_ms for r in Profile.model_validate_json(before.read_bytes()).regions)
+            workload = self.judge.workload
+            totals = cost_on_meta(self.judge.model, workload.phase(phase), workload.precision)
             result = ladder.measure(
                 self.judge,
                 stack,
@@ -195,7 +194,7 @@ class Session:
                 processes=processes,
                 rounds=rounds,
                 peers=peers,
-                floor_ms=floor,
+                floor_ms=totals.floor_ms(self.config.ceilings),
                 command=command,
             )
             self.ledger.append(result)

@@ -167,7 +167,9 @@ def ladder_session(directory: Path, name: str | None, target: torch.device, said
     directory = directory.resolve()
     config = load_config(directory)
     extra = Path(config.workloads_file) if config.workloads_file else None
-    return _session(config, directory, find_workload(name or config.workload, extra, target), target, None, said)
+    workload = find_workload(name or config.workload, extra, target)
+    config = config.model_copy(update={"phases": ()})  # the run's own: another workload need not have them
+    return _session(config, directory, workload, target, None, said)
 
 
 def _session(

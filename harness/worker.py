@@ -188,6 +188,7 @@ class Worker:
                 step: Callable[[], dict[str, Tensor]] = functools.partial(bench.arm(request.of, phase).executor, values)
             else:
                 step = bench.model.peer(request.name, phase, bench.weights, values, bench.workload.precision)
+            step()  # compiles, or fails, here and not in the first slot
             self.timer.add(request.name, phase, self.timer.wrap(lambda _: step(), values, captured=request.captured))
         return m.Opened(sites={})
 

@@ -7,9 +7,9 @@ whole, and what they leave is an explicit residual.
 from __future__ import annotations
 
 import random
+import textwrap
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -43,8 +43,10 @@ def measure(
     floor_ms: float | None = None,
     command: str = "",
 ) -> Ladder:
-    """Measures the baseline, the first k of `stack` (name, file) for each k, and peers: `rounds` slots an arm in each
-    of `processes` fresh processes, arms in a new random order every round. A peer that cannot run says why in its note.
+    """Measures the baseline, the first k of `stack` (name, file) for each k, and peers.
+
+    Each of `processes` fresh processes, one after the other, times `rounds` slots an arm, arms in a new random order
+    every round. A peer that cannot run says why in its note.
     """
     started = datetime.now(UTC)
     rungs = {name: tuple(file for _, file in stack[: i + 1]) for i, (name, _) in enumerate(stack)}
@@ -54,19 +56,15 @@ def measure(
     samples: dict[str, list[tuple[float, ...]]] = {name: [] for name in (*arms, *(peer.name for peer in peers))}
     ready: dict[str, str] = {}
     failed: dict[str, str] = {}
-    with ExitStack() as exits:
-        children = [exits.enter_context(judge.spawn(f"ladder-{phase}-{i}", "ladder")) for i in range(processes)]
-        for child in children:
-            child.wait_ready()
-        for index, child in enumerate(children):
-            judge.said(f"ladder {phase} {index + 1}/{processes}")
-            seed = judge.draw("ladder", phase, index)
+    for index in range(processes):  # one at a time: where weights nearly fill the device, no other may hold a context
+        judge.said(f"ladder {phase} {index + 1}/{processes}")
+        seed = judge.draw("ladder", phase, index)
+        with judge.spawn(f"ladder-{phase}-{index}", "ladder") as child:
             child.ask(judge.opening(arms, seed), m.Opened, judge.limits.build_s)
             time_slots(judge, child, phase, [(name, seed) for name in arms])  # theirs is the memory, peers get the rest
             able = [peer.name for peer in peers if peer.name not in failed and _add(child, peer, phase, ready, failed)]
             for name, times in _rounds(judge, child, phase, [*arms, *able], rounds, seed).items():
                 samples[name].append(times)
-            child.close()
     notes = ready | failed
     kinds = {name: "baseline" if name == BASELINE else "rung" for name in arms} | {peer.name: "peer" for peer in peers}
     return Ladder(
@@ -92,7 +90,7 @@ def _add(child: Child, peer: PeerSpec, phase: str, ready: dict[str, str], failed
     except WorkerError as error:
         if error.kind in ("timed_out", "crashed"):
             raise
-        failed[peer.name] = f"cannot run: {str(error).splitlines()[0]}"
+        failed[peer.name] = textwrap.shorten(f"cannot run: {str(error).splitlines()[0]}", 160, placeholder=" ...")
         return False
     form = "captured" if peer.captured else "not captured"
     ready[peer.name] = f"{form}; made ready in {time.monotonic() - start:.0f} s"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
 from pydantic import ValidationError
 
 from harness import ladder, roofline
@@ -28,6 +30,7 @@ from harness.profiling import cost_on_meta
 from harness.schema import Attempt, Ceilings, Commit, Gap, Ladder, Profile, RunConfig, Status
 
 COMMIT_FILE = "stack.json"
+SCRATCH = "optimize-"
 
 
 @dataclass
@@ -256,7 +259,15 @@ def load_config(directory: Path) -> RunConfig:
 
 
 def scratch_folder() -> Path:
-    """A private folder for tensors on their way between processes: shared memory where it has room."""
+    """A private folder for tensors on their way between processes: shared memory where it has room.
+
+    What a killed run left there is removed first: the folder's name has its owner's process id.
+    """
     shared = Path("/dev/shm")
     roomy = shared.is_dir() and shutil.disk_usage(shared).free > 16 << 30
-    return Path(tempfile.mkdtemp(prefix="optimize-", dir=shared if roomy else None))
+    root = shared if roomy else Path(tempfile.gettempdir())
+    for left in root.glob(f"{SCRATCH}*-*"):
+        owner = left.name.removeprefix(SCRATCH).partition("-")[0]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir=root))

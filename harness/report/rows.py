@@ -186,7 +186,7 @@ class Climb:
 
 
 def climbs(data: RunData) -> tuple[Climb, ...]:
-    """The ladders that hold a baseline, in their order."""
+    """The ladders that hold a baseline, those of the run's own workload first."""
     kept = data.kept()
     found = []
     for ladder in data.ladders:
@@ -202,7 +202,7 @@ def climbs(data: RunData) -> tuple[Climb, ...]:
                 sums[kind] = (count + 1, gained + step.gain.mean)
         kinds = tuple((kind, *sums[kind]) for kind in sums)
         found.append(Climb(ladder, fall, rungs, kinds, ladder.workload != data.config.workload))
-    return tuple(found)
+    return tuple(sorted(found, key=lambda made: made.foreign))
 
 
 @dataclass(frozen=True)

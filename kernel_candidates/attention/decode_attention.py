@@ -9,6 +9,9 @@ so that they lose nothing to its dtype. A padding sequence has no visible key an
 
 Predicts: at one token and 2,048 keys 1 MB (full layer) or 0.26 MB (sliding); 5 us in two launches in place of some 40
 in a dozen, which gather the pages, repeat the heads and mask the whole table.
+
+Measured, the captured step of 12 layers on an H200 (torch 2.11, Triton 3.6): decode-b1 1.791 -> 1.300 ms; the ladder
+of all rungs is in results/h200-tp8-rank-12.
 """
 
 from dataclasses import dataclass

@@ -7,6 +7,9 @@ further program slot of the grid zeroes the padding rows.
 
 Predicts: at prefill 8x2048 of one rank 51 GFLOP (full) or 23 (sliding), 150 and 80 us, in place of some 700 of a
 masked product over all 2,048 x 2,048 pairs with its copies.
+
+Measured, the captured step of 12 layers on an H200 (torch 2.11, Triton 3.6): prefill-8x2048 65.62 -> 60.67 ms; the
+ladder of all rungs is in results/h200-tp8-rank-12.
 """
 
 from dataclasses import dataclass

@@ -6,6 +6,9 @@ norm's weight and after the rotation or scale. A row of slot -1 writes nothing t
 
 Predicts: some 25 launches of a decode step's layer become one, 2 us in place of 40; at 16,384 tokens 75 MB, a floor of
 18 us.
+
+Measured, the captured step of 12 layers on an H200 (torch 2.11, Triton 3.6): decode-b1 2.490 -> 1.791 ms;
+prefill-8x2048 116.7 -> 110.7 ms; the ladder of all rungs is in results/h200-tp8-rank-12.
 """
 
 from dataclasses import dataclass

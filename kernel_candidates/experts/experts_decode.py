@@ -6,6 +6,9 @@ output columns of a token, goes over its choices, weighs and adds. No permutatio
 Rounds as the grouped products do: gate and up, the activation, each expert's row, the sum, the scaled sum.
 
 Predicts: 78.6 MB a layer of one rank at one token, a floor of 18.5 us; 24 in two launches in place of some 100 in 25.
+
+Measured, the captured step of 12 layers on an H200 (torch 2.11, Triton 3.6): decode-b1 3.627 -> 2.939 ms; the ladder
+of all rungs is in results/h200-tp8-rank-12.
 """
 
 from dataclasses import dataclass

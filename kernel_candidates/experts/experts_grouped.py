@@ -11,6 +11,9 @@ scaled sum.
 Predicts: at prefill 8x2048 of one rank 1,289 GFLOP a layer, 1.65 ms at 780 TFLOP/s and some 3 ms at what Triton
 reaches, in place of grouped products with copies and FP32 passes between them; at 32 tokens each chosen expert is read
 once.
+
+Measured, the captured step of 12 layers on an H200 (torch 2.11, Triton 3.6): prefill-8x2048 112.1 -> 62.41 ms; the
+ladder of all rungs is in results/h200-tp8-rank-12.
 """
 
 from dataclasses import dataclass

@@ -6,6 +6,9 @@ reads).
 
 Predicts: three regions of some 13 launches become one; 40 KB a token at hidden 5120 in BF16, a floor of 158 us at
 16,384 tokens and 4.25 TB/s; at one token the launch and one memory latency, 2-3 us in place of 20.
+
+Measured, the captured step of 12 layers on an H200 (torch 2.11, Triton 3.6): decode-b1 4.475 -> 3.627 ms;
+prefill-8x2048 183.6 -> 129.8 ms; the ladder of all rungs is in results/h200-tp8-rank-12.
 """
 
 from dataclasses import dataclass

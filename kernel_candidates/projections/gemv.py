@@ -5,6 +5,9 @@ at the end. Up to 16: tensor cores with the tokens padded to 16 rows, weights st
 is split over the inner dimension, so a step needs no second launch and no atomics.
 
 Predicts: output projection of one rank 7.9 MB, 3.5 us in place of 5.1 (52 layers); vocabulary head 194 MB, 48 us.
+
+Measured, the captured step of 12 layers on an H200 (torch 2.11, Triton 3.6): decode-b1 1.010 -> 0.998 ms; the ladder
+of all rungs is in results/h200-tp8-rank-12.
 """
 
 import torch

@@ -5,6 +5,9 @@ is held. One token: products and sums in FP32 over a tile of rows, reduced once 
 the tokens padded to 16 rows, weights streamed through shared memory.
 
 Predicts: 18.4 MB a layer of one rank, a floor of 4.3 us; 6 us in one launch in place of 20 in four.
+
+Measured, the captured step of 12 layers on an H200 (torch 2.11, Triton 3.6): decode-b1 1.306 -> 1.010 ms; the ladder
+of all rungs is in results/h200-tp8-rank-12.
 """
 
 from dataclasses import dataclass

@@ -4,6 +4,9 @@ A program takes a row and up to 1,024 keys of its masks; the first of a row make
 FP64 frequencies, reduced to a turn in FP64, so that far positions keep theirs; sines and scales are FP32.
 
 Predicts: some forty launches of a few kilobytes become one: 3 us in place of 80 to 100, once a step.
+
+Measured, the captured step of 12 layers on an H200 (torch 2.11, Triton 3.6): decode-b1 0.998 -> 0.903 ms; the ladder
+of all rungs is in results/h200-tp8-rank-12.
 """
 
 from dataclasses import dataclass

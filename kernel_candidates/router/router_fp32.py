@@ -9,6 +9,9 @@ choosing only, the two best of each group, groups left out at minus infinity, th
 
 Predicts: at one token 5.2 MB, 1.2 us of floor and 6 us for both launches in place of some 50; at 16,384 tokens 129
 GFLOP, 170-300 us in place of 973 for the FP32 product, and 30 us for the choice in place of a dozen launches.
+
+Measured, the captured step of 12 layers on an H200 (torch 2.11, Triton 3.6): decode-b1 2.936 -> 2.487 ms;
+prefill-8x2048 129.9 -> 116.6 ms; the ladder of all rungs is in results/h200-tp8-rank-12.
 """
 
 from dataclasses import dataclass

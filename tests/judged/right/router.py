@@ -21,7 +21,7 @@ def run(inputs, caches, site):
     choice = scores + bias
     grouped = choice.unflatten(1, (groups, bias.shape[0] // groups))
     best = grouped.topk(2, dim=-1)[0].sum(-1).topk(kept, dim=-1)[1]
-    allowed = torch.zeros(choice.shape[0], groups, dtype=torch.bool).scatter_(1, best, True)
+    allowed = torch.zeros(choice.shape[0], groups, dtype=torch.bool, device=choice.device).scatter_(1, best, True)
     choice = grouped.masked_fill(~allowed[..., None], -math.inf).flatten(1)
     ids = choice.topk(site.attrs["router.top_k"], dim=-1)[1]
     weights = scores.gather(1, ids)

@@ -22,7 +22,7 @@ def run(inputs, caches, site):
     keys, values = kv.chunk(2, dim=-1)
     window = site.attrs["attention.window"]
     last = inputs["seq_lens"].long()[:, None] - 1
-    at = torch.arange(keys.shape[2])[None]
+    at = torch.arange(keys.shape[2], device=keys.device)[None]
     seen = at <= last
     if window:
         seen &= at > last - window - 1

@@ -17,17 +17,15 @@ from torch import Tensor
 
 from harness.candidate import Candidate, Site, load
 from harness.errors import CandidateError
+from harness.executor import Bound, Executor, bind_reference
 from harness.program import (
     FP32,
-    Bound,
     Call,
-    Executor,
     Precision,
     Program,
     Step,
     Substitution,
     TensorSpec,
-    bind_reference,
     region_names,
     role,
 )

@@ -17,7 +17,6 @@ from rich.console import Console
 from agents.catalog import CatalogAgent
 from harness import console, device, doctor, loop, roofline, start
 from harness.errors import OptimizeError, UsageError
-from harness.evaluate import Evaluation, Proposed
 from harness.ladder import PeerSpec
 from harness.ledger import read_ledger
 from harness.publish import write_report
@@ -140,11 +139,7 @@ def _run(session: Session, agent: CatalogAgent, said: Any, rounds: int) -> str:
     session.judge.said = lambda text: said(f"attempt {len(session.ledger.attempts()) + 1}: {text}")
     reason = loop.run(session, agent)
     session.judge.said = said
-    phases = [phase.name for phase in session.judge.workload.deciding]
-    for phase in phases if session.stack() else ():
-        session.profile(phase)
-    missing = [phase for phase in phases if not session.climbed(phase)] if session.stack() and rounds else []
-    session.climb(missing, processes=3, rounds=rounds, peers=[], command=session.config.command)
+    loop.finish(session, rounds)
     return reason
 
 
@@ -206,21 +201,8 @@ def _judge_file(
 ) -> None:  # fmt: skip
     target = device.resolve(device_name)
     workload = start.find_workload(name, workloads_file, target)
-    started = datetime.now(UTC)
     with progress(as_json) as said, device.DeviceLock(target):
-        judge = start.make_judge(workload, target, seed, said, tuple(phases or ()))
-        try:
-            evaluation = Evaluation(judge, Proposed(1, file.resolve(), file.name, "person"), {})
-            gates = evaluation.run(until)
-            attempt = evaluation.attempt(
-                gates,
-                parent=None,
-                started=started,
-                device=device.fingerprint(target).device,
-                baseline_hash=start.baseline_hash(workload),
-            )
-        finally:
-            judge.close()
+        attempt = start.judge_file(file, workload, target, seed, said, tuple(phases or ()), until)
     if as_json:
         typer.echo(attempt.model_dump_json())
     else:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.markup import escape
 from rich.table import Table
 
 from harness.doctor import Finding, WorkloadRow
-from harness.schema import Attempt, Gap, Gate, Ladder, LadderArm, OutputError, Profile, Status
+from harness.report.steps import climb, level
+from harness.schema import Attempt, Gap, Gate, Ladder, OutputError, Profile, Status
 
 MARKS = {Status.KEPT: "[green]kept[/]", Status.INCONCLUSIVE: "[yellow]inconclusive[/]"}
+WHY_CHARS = 110
 FINDINGS = {"ok": "[green]ok[/]     ", "missing": "[yellow]missing[/]", "bad": "[red]bad[/]    "}
 
 
@@ -41,36 +43,36 @@ def attempts_table(attempts: Iterable[Attempt], title: str) -> Table:
     for attempt in attempts:
         target = next((e for e in attempt.estimates if e.phase == attempt.target), None)
         before, after = (f"{target.baseline_ms:.3f}", f"{target.candidate_ms:.3f}") if target else ("", "")
-        why = escape(attempt.decision.reason.splitlines()[0][:200] if attempt.decision.reason else "")
+        reason = (attempt.decision.reason.splitlines() or [""])[0].removeprefix(f"{attempt.target} ")
+        why = escape(textwrap.shorten(reason, WHY_CHARS, placeholder=" ..."))
         made.add_row(
             str(attempt.attempt), attempt.name, mark(attempt.decision.status), attempt.target, before, after, why
         )
     return made
 
 
-def median_ms(arm: LadderArm) -> float | None:
-    times = [ms for process in arm.samples_ms for ms in process]
-    return statistics.median(times) if times else None
-
-
 def ladder_line(ladder: Ladder, device: str) -> str:
     """A ladder's two ends: the baseline and the whole kept stack."""
-    ends = [median_ms(ladder.arms[0]), *(median_ms(arm) for arm in ladder.arms if arm.kind == "rung")]
-    first, last = ends[0], ends[-1]
-    if first is None or last is None:
-        return f"{ladder.phase}: not measured"
-    return f"{ladder.phase}: {first:.3f} -> {last:.3f} ms, {first / last:.2f}x, re-measured interleaved on {device}"
+    title = f"{ladder.workload} {ladder.phase}"
+    fall = climb(ladder)
+    if fall is None:
+        return f"{title}: not measured"
+    first, last = fall.baseline.mean, fall.final.mean
+    return f"{title}: {first:.3f} -> {last:.3f} ms, {first / last:.2f}x, re-measured interleaved on {device}"
 
 
 def ladder_table(ladder: Ladder, device: str) -> Table:
+    """Every arm's ms a step: the mean over processes of each one's median slot, with its 95% interval."""
     made = table(
-        "arm,kind,median ms,processes,note",
+        "arm,kind,ms,95%,processes,note",
         left=("arm", "kind", "note"),
         title=f"{ladder.workload} {ladder.phase} on {device}",
     )
     for arm in ladder.arms:
-        ms = median_ms(arm)
-        made.add_row(arm.name, arm.kind, "" if ms is None else f"{ms:.4f}", str(len(arm.samples_ms)), escape(arm.note))
+        found = level(arm)
+        ms = f"{found.mean:.4g}" if found else ""
+        span = f"{found.low:.4g} to {found.high:.4g}" if found and found.low is not None else ""
+        made.add_row(arm.name, arm.kind, ms, span, str(len(arm.samples_ms)), escape(arm.note))
     return made
 
 

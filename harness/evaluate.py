@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from harness import decide, guard, stats
+from harness import decide, engage, guard, stats
 from harness import messages as m
 from harness.casework import judge_cases, strip
 from harness.errors import DataError, ProgramError, WorkerError
+from harness.gates import describe, failed, passed
 from harness.judge import Judge, measure_launch
 from harness.numerics import judge_step
 from harness.placement import Placement
@@ -186,39 +185,8 @@ class Evaluation:
         return passed(Gate.SCREEN, reason=verdict.reason, evidence=evidence)
 
     def engage(self) -> GateResult:
-        judge, built = self.judge, self.built
-        assert built is not None
-        child = self._step_child()
-        target = self.placement.target
-        sites = len(self.placement.sites(target))
-        path = judge.scratch / "step" / "engage"
-        seed = judge.draw("engage", self.proposed.attempt)
-
-        def step(poison: int | None) -> tuple[m.StepRun, dict[str, Tensor]]:
-            request = m.RunStep(arm="B", phase=target, seed=seed, path=str(path), rewrite=built.name, poison=poison)
-            ran = child.ask(request, m.StepRun, judge.limits.step_s)
-            return ran, load_file(path)
-
-        clean, logits = step(None)
-        if clean.sites != sites:
-            return failed(Gate.ENGAGE, Status.NOT_ENGAGED, f"ran at {clean.sites} of {sites} sites of {target}")
-        for index in sorted({0, sites // 2, sites - 1}):
-            _, poisoned = step(index)
-            if all(torch.equal(poisoned[name], logits[name]) for name in logits):
-                return failed(
-                    Gate.ENGAGE,
-                    Status.NOT_ENGAGED,
-                    f"NaN in place of its outputs at site {index + 1} of {sites} leaves the logits as they are: the "
-                    "outputs are not used",
-                )
-        evidence: dict[str, object] = {"sites": f"{sites} of {sites}", "poisoned": "logits followed"}
-        if judge.device.startswith("cuda"):
-            seen = child.ask(m.ListKernels(arm="B", phase=target, rewrite=built.name), m.Kernels, judge.limits.step_s)
-            evidence["kernels"] = sorted({name for names in seen.by_site for name in names})
-            missing = missing_kernels(built, seen)
-            if missing:
-                return failed(Gate.ENGAGE, Status.NOT_ENGAGED, missing, evidence=evidence)
-        return passed(Gate.ENGAGE, evidence=evidence)
+        assert self.built is not None
+        return engage.prove(self.judge, self._step_child(), self.built, self.placement, self.proposed.attempt)
 
     def step_numerics(self) -> GateResult:
         judge = self.judge
@@ -312,43 +280,3 @@ class Evaluation:
             device=device,
             baseline_hash=baseline_hash,
         )
-
-
-def missing_kernels(built: m.Built, seen: m.Kernels) -> str:
-    """Why the launch list does not bear out the declaration; empty where it does."""
-    if built.backend in ("triton", "cuda"):
-        if not built.kernels:
-            return "Rewrite.kernels is empty: name the device kernels that a profile must show"
-        for number, names in enumerate(seen.by_site, start=1):
-            if not any(kernel in name for kernel in built.kernels for name in names):
-                return f"none of {', '.join(built.kernels)} was launched at site {number} of {seen.sites}"
-    return ""
-
-
-def describe(errors: Sequence[OutputError]) -> str:
-    first = errors[0]
-    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return f"{first.region} at layer {first.layer}, {first.case}, output {first.output}: {first.reason}{more}"
-
-
-def passed(
-    gate: Gate,
-    *,
-    reason: str = "",
-    errors: tuple[OutputError, ...] = (),
-    evidence: Mapping[str, object] | None = None,
-) -> GateResult:
-    return GateResult(gate=gate, passed=True, seconds=0, reason=reason, errors=errors, evidence=dict(evidence or {}))
-
-
-def failed(
-    gate: Gate,
-    status: Status,
-    reason: str,
-    *,
-    errors: tuple[OutputError, ...] = (),
-    evidence: Mapping[str, object] | None = None,
-) -> GateResult:
-    return GateResult(
-        gate=gate, passed=False, seconds=0, status=status, reason=reason, errors=errors, evidence=dict(evidence or {})
-    )

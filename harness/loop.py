@@ -23,3 +23,14 @@ def run(session: Session, agent: Agent) -> str:
         session.record(attempt)
         session.judged(attempt)
     return reason
+
+
+def finish(session: Session, rounds: int) -> None:
+    """The kept stack's profiles and, unless `rounds` is 0, a ladder of each deciding phase that has none yet."""
+    if not session.stack():
+        return
+    phases = [phase.name for phase in session.judge.workload.deciding]
+    for phase in phases:
+        session.profile(phase)
+    missing = [phase for phase in phases if rounds and not session.climbed(phase)]
+    session.climb(missing, processes=3, rounds=rounds, peers=[], command=session.config.command)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from harness import messages as m
 from harness.arms import Bench, is_cache
-from harness.program import FP64, PRECISIONS, Call, Precision, Program, bind_reference, role, run_label, run_references
+from harness.executor import bind_reference, run_references
+from harness.program import FP64, PRECISIONS, Call, Precision, Program, role, run_label
 
 SAMPLED_ROWS = 1024
 """Outputs with more rows than this are judged on this many of them, the first and the last included."""

@@ -21,19 +21,8 @@ from torch.profiler import profile as profiler
 
 from harness import trace as traces
 from harness.device import device_name
-from harness.program import (
-    Bound,
-    Call,
-    Cost,
-    Executor,
-    Outputs,
-    Precision,
-    Program,
-    Step,
-    Substitution,
-    bind_reference,
-    run_label,
-)
+from harness.executor import Bound, Executor, bind_reference
+from harness.program import Call, Cost, Outputs, Precision, Program, Step, Substitution, run_label
 from harness.roofline import floor_ms
 from harness.schema import Ceilings, Profile, RegionTime
 from harness.workload import Model, Phase

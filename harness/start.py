@@ -17,10 +17,11 @@ import torch
 from harness import decide, device
 from harness.arms import build_model
 from harness.errors import DataError, DeviceError, UsageError
+from harness.evaluate import Evaluation, Proposed
 from harness.judge import Judge, Limits
 from harness.keep import Keeper
 from harness.ledger import Ledger, write_atomic
-from harness.schema import RunConfig
+from harness.schema import Attempt, Gate, RunConfig
 from harness.session import Session, load_config, scratch_folder
 from harness.workload import Workload, load_workloads
 
@@ -61,6 +62,26 @@ def make_judge(workload: Workload, target: torch.device, seed: int, said: Say, p
         cores=() if cuda else cores[-1:],
         phases=phases,
         said=said,
+    )
+
+
+def judge_file(
+    file: Path, workload: Workload, target: torch.device, seed: int, said: Say, phases: tuple[str, ...], until: Gate
+) -> Attempt:
+    """One file against the baseline alone, up to a gate, as the attempt it would be; nothing is written."""
+    started = datetime.now(UTC)
+    judge = make_judge(workload, target, seed, said, phases)
+    try:
+        evaluation = Evaluation(judge, Proposed(1, file.resolve(), file.name, "person"), {})
+        gates = evaluation.run(until)
+    finally:
+        judge.close()
+    return evaluation.attempt(
+        gates,
+        parent=None,
+        started=started,
+        device=device.fingerprint(target).device,
+        baseline_hash=baseline_hash(workload),
     )
 
 

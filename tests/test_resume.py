@@ -1,4 +1,4 @@
-"""A run killed with SIGKILL at random moments and resumed ends as an undisturbed one: real processes, a real git."""
+"""A run killed with SIGKILL at random moments and resumed ends as an undisturbed one: real processes, a real git.
 
 `OPTIMIZE_KILLS=10` makes as many trials; without it three are made.
 """

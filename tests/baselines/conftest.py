@@ -13,7 +13,8 @@ from torch import Tensor
 from baselines.beam import build
 from baselines.beam.model import BeamModel
 from baselines.beam.oracle import transformers_model
-from harness.program import Call, Executor, Precision, bind_reference
+from harness.executor import Executor, bind_reference
+from harness.program import Call, Precision
 from harness.workload import Phase, WeightSource, load_workloads
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from baselines.beam.config import FULL, BeamShape, rank_shape, whole_shape
 from baselines.beam.oracle import transformers_config
 from baselines.beam.weights import beam_weights
 from harness.errors import UsageError
-from harness.program import bind_reference
+from harness.executor import bind_reference
 from harness.workload import Workload, load_workloads
 
 META = torch.device("meta")

@@ -11,7 +11,8 @@ from torch import Tensor
 from baselines.beam import build
 from baselines.beam.cache import filled_cache, page_batch
 from harness.errors import UsageError
-from harness.program import FP64, Executor, bind_reference
+from harness.executor import Executor, bind_reference
+from harness.program import FP64
 from harness.workload import Phase, load_workloads
 
 CPU = torch.device("cpu")

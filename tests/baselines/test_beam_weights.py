@@ -16,7 +16,8 @@ from baselines.beam.config import whole_shape
 from baselines.beam.model import BeamModel
 from baselines.beam.weights import beam_weights
 from harness.errors import WeightsError
-from harness.program import BF16, FP32, FP64, Executor, TensorSpec, bind_reference
+from harness.executor import Executor, bind_reference
+from harness.program import BF16, FP32, FP64, TensorSpec
 from harness.workload import Phase, Workload, load_workloads
 
 CPU = torch.device("cpu")

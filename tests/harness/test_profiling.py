@@ -17,7 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import profiling, roofline, trace
 from harness.errors import DataError
-from harness.program import FP32, Attrs, Bound, Call, Cost, Outputs, Program, Region, Step, Weights, bind_reference
+from harness.executor import Bound, bind_reference
+from harness.program import (
+    FP32,
+    Attrs,
+    Call,
+    Cost,
+    Outputs,
+    Program,
+    Region,
+    Step,
+    Weights,
+)
 from harness.schema import Ceilings, Profile
 from harness.workload import load_workloads
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from harness.errors import ProgramError
-from harness.program import FP32, Call, Cost, Executor, Program, Region, bind_reference, role, run_references
+from harness.executor import Executor, bind_reference, run_references
+from harness.program import FP32, Call, Cost, Program, Region, role
 
 
 def region(name: str, inputs: str, outputs: str, reference) -> Region:

@@ -26,18 +26,8 @@ from baselines.beam import build
 from harness import numerics
 from harness.arms import CastWeights, adapter, is_cache, site_of
 from harness.candidate import Candidate, load
-from harness.program import (
-    FP64,
-    PRECISIONS,
-    Bound,
-    Precision,
-    Substitution,
-    TensorSpec,
-    bind_reference,
-    role,
-    run_label,
-    run_references,
-)
+from harness.executor import Bound, bind_reference, run_references
+from harness.program import FP64, PRECISIONS, Precision, Substitution, TensorSpec, role, run_label
 from harness.workload import Phase, load_workloads
 
 ROOT = Path(__file__).parents[2] / "kernel_candidates"

@@ -15,7 +15,8 @@ from torch import Tensor
 from harness import guard, numerics
 from harness.arms import Bench, adapter, is_cache, prepare, site_of
 from harness.candidate import Candidate, load
-from harness.program import FP64, Executor, Substitution, TensorSpec, bind_reference, role, run_references
+from harness.executor import Executor, bind_reference, run_references
+from harness.program import FP64, Substitution, TensorSpec, role
 from harness.workload import Phase, load_workloads
 
 ROOT = Path(__file__).parents[2] / "kernel_candidates"

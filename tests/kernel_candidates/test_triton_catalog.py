@@ -19,7 +19,8 @@ from baselines.beam import build
 from harness import guard
 from harness.arms import adapter, site_of
 from harness.candidate import Candidate, load
-from harness.program import TensorSpec, bind_reference, region_names, role
+from harness.executor import bind_reference
+from harness.program import TensorSpec, region_names, role
 from harness.workload import Phase, load_workloads
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here")

@@ -116,6 +116,8 @@ def adapter(candidate: Candidate, site: Site, state: Any, values: Sequence[str],
             made = run({name: args[i] for i, name in plain}, {name: args[i] for i, name in held}, state)
         except Exception as error:
             raise CandidateFault("run", error) from error
+        if not isinstance(made, dict):
+            raise CandidateFault("run", TypeError(f"run must return a dict of outputs, not {type(made).__name__}"))
         if len(made) != len(outputs):
             raise CandidateFault("run", KeyError(f"outputs must be exactly {', '.join(outputs) or 'none'}"))
         try:

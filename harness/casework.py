@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,15 +32,35 @@ def judge_cases(
         )
         for case in cases
     )
+    expected = [taken(case.expected) for case in cases]
     ran = child.ask(m.RunSites(file=file, cases=asked), m.SitesRun, deadline_s)
     if len(ran.cases) != len(cases):
         raise WorkerError("crashed", "the worker answered for another number of cases than it was given")
-    return judge([_result(placement, c, a, r) for c, a, r in zip(cases, asked, ran.cases, strict=True)])
+    return judge([_result(placement, *each) for each in zip(cases, asked, ran.cases, expected, strict=True)])
 
 
-def _result(placement: Placement, case: m.RecordedCase, asked: m.SiteCase, ran: m.CaseRun) -> Result:
-    expected = load_file(case.expected)
-    made = load_file(asked.outputs)
+def taken(path: str) -> dict[str, Tensor]:
+    """A file's tensors, the file removed: what candidates are compared with is never on a disk they can read."""
+    held = load_file(path)
+    Path(path).unlink()
+    return held
+
+
+def load_made(path: str | Path, names: Iterable[str] = ()) -> dict[str, Tensor]:
+    """Tensors that a child wrote, `names` among them. Raises WorkerError where it did not, whatever it answered."""
+    try:
+        made = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise WorkerError("crashed", f"the worker left no outputs that can be read: {error}") from error
+    if missing := set(names) - set(made):
+        raise WorkerError("crashed", f"the worker left no {', '.join(sorted(missing))} among its outputs")
+    return made
+
+
+def _result(
+    placement: Placement, case: m.RecordedCase, asked: m.SiteCase, ran: m.CaseRun, expected: Mapping[str, Tensor]
+) -> Result:
+    made = load_made(asked.outputs)
     outputs = strip(made, "out.")
     if case.rows:
         rows = expected["rows"]

@@ -8,10 +8,10 @@ that the file declares.
 from __future__ import annotations
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from harness import messages as m
+from harness.casework import load_made
 from harness.gates import failed, passed
 from harness.judge import Judge
 from harness.placement import Placement
@@ -29,7 +29,7 @@ def prove(judge: Judge, child: Child, built: m.Built, placement: Placement, atte
     def step(poison: int | None) -> tuple[m.StepRun, dict[str, Tensor]]:
         request = m.RunStep(arm="B", phase=target, seed=seed, path=str(path), rewrite=built.name, poison=poison)
         ran = child.ask(request, m.StepRun, judge.limits.step_s)
-        return ran, load_file(path)
+        return ran, load_made(path, placement.programs[target].outputs)
 
     clean, logits = step(None)
     if clean.sites != sites:

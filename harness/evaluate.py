@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from safetensors.torch import load_file
-
 from harness import decide, engage, guard, stats
 from harness import messages as m
-from harness.casework import judge_cases, strip
+from harness.casework import judge_cases, load_made, strip, taken
 from harness.errors import DataError, ProgramError, WorkerError
 from harness.gates import describe, failed, passed
 from harness.judge import Judge, measure_launch
@@ -136,7 +134,7 @@ class Evaluation:
                 storages=storages if decides else storages[:1],
                 directory=str(judge.scratch / "cases"),
             )
-            recorded = judge.oracle().ask(request, m.Recorded, judge.limits.numerics_s)
+            recorded = judge.ask_oracle(request, m.Recorded, judge.limits.numerics_s)
             counted += len(recorded.cases)
             child, deadline_s = self._site_child(), judge.limits.numerics_s
             errors += judge_cases(child, self.file, self.placement, recorded.cases, deadline_s)
@@ -196,14 +194,17 @@ class Evaluation:
                 continue
             path = judge.scratch / f"step-{phase}"
             seed = judge.draw("step", self.proposed.attempt, phase)
-            judge.oracle().ask(m.RecordStep(phase=phase, seed=seed, path=str(path)), m.StepRun, judge.limits.step_s)
+            judge.ask_oracle(m.RecordStep(phase=phase, seed=seed, path=str(path)), m.StepRun, judge.limits.step_s)
+            expected = taken(f"{path}.expected")
             made = judge.scratch / "step" / "logits"
             request = m.RunStep(arm="B", phase=phase, seed=seed, path=str(made), forced=str(path))
             self._step_child().ask(request, m.StepRun, judge.limits.step_s)
-            expected, logits = load_file(f"{path}.expected"), load_file(made)
+            path.unlink(missing_ok=True)
+            names = strip(expected, "ref.")
+            logits = load_made(made, names)
             errors += [
                 judge_step(logits[name], expected[f"ref.{name}"], expected[f"oracle.{name}"], phase=phase)
-                for name in strip(expected, "ref.")
+                for name in names
             ]
         bad = tuple(error for error in errors if not error.ok)
         if bad:

@@ -24,6 +24,7 @@ ATTRIBUTES = {
     "set_num_interop_threads": "threads are the harness's to set",
     "load_inline": "torch's extension builder takes a minute; build a plain C ABI shared object with g++ or nvcc",
     "cpp_extension": "torch's extension builder takes a minute; build a plain C ABI shared object with g++ or nvcc",
+    "multiprocessing": "a candidate starts no processes but a compiler",
     "_getframe": "a kernel does not read its callers",
     "system": "use subprocess.run on a compiler",
     "popen": "use subprocess.run on a compiler",
@@ -35,6 +36,9 @@ ATTRIBUTES = {
 }
 OS_ATTRIBUTES = frozenset("environ path makedirs fspath sep getpid".split())
 COMPILERS = ("g++", "gcc", "c++", "cc", "clang++", "nvcc", "CXX", "CC", "NVCC")
+SUBPROCESS_VALUES = frozenset("CalledProcessError CompletedProcess DEVNULL PIPE STDOUT TimeoutExpired".split())
+WHOLE = ("os", "subprocess")
+CANDIDATE = ("Rewrite", "Site", "When")
 DUNDERS = frozenset("__init__ __name__ __doc__ __file__ __post_init__ __call__ __enter__ __exit__".split())
 
 
@@ -70,6 +74,7 @@ class _Reader(ast.NodeVisitor):
     def __init__(self) -> None:
         self.complaints: list[Complaint] = []
         self.modules: set[str] = set()
+        self.called: set[ast.expr] = set()
 
     def complain(self, node: ast.AST, message: str) -> None:
         self.complaints.append(Complaint(getattr(node, "lineno", 1), message))
@@ -78,25 +83,46 @@ class _Reader(ast.NodeVisitor):
         for alias in node.names:
             self._imported(node, alias.name)
             self.modules.add(alias.asname or alias.name.split(".")[0])
+            if alias.asname and alias.name in WHOLE:
+                self.complain(node, f"{alias.name} under another name: import it as it is")
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         self._imported(node, node.module or ".")
-        if node.module in ("torch", "triton", "os"):
-            self.modules.update(alias.asname or alias.name for alias in node.names)
+        self.modules.update(alias.asname or alias.name for alias in node.names if alias.name.islower())
+        if node.module in WHOLE:
+            self.complain(node, f"names from {node.module}: import {node.module} and write them out")
+        for alias in node.names if node.module == "harness.candidate" else ():
+            if alias.name not in CANDIDATE:
+                self.complain(node, f"harness.candidate.{alias.name}: a candidate imports {', '.join(CANDIDATE)}")
         for alias in node.names:
             self._attribute(node, alias.name)
 
     def _imported(self, node: ast.AST, name: str) -> None:
+        for part in name.split(".")[1:]:
+            self._attribute(node, part)
+        if name == "harness.candidate" and isinstance(node, ast.Import):
+            self.complain(
+                node, f"harness.candidate as a module: write from harness.candidate import {', '.join(CANDIDATE)}"
+            )
         if name not in IMPORTS and name.split(".")[0] not in IMPORTS:
             self.complain(node, f"import of {name}: a candidate imports {', '.join(sorted(IMPORTS))}")
 
     def visit_Name(self, node: ast.Name) -> None:
+        if node.id.startswith("__") and node.id not in DUNDERS | NAMES:
+            self.complain(node, f"{node.id}: a kernel does not reach into the interpreter")
+        if node.id == "getattr" and node not in self.called:
+            self.complain(node, "getattr passed on: write the attribute out")
         if node.id in NAMES:
             self.complain(node, f"{node.id}: a kernel needs no code made at run time and no files; write it out")
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self._attribute(node, node.attr)
-        if isinstance(node.value, ast.Name) and node.value.id == "os" and node.attr not in OS_ATTRIBUTES:
+        if not isinstance(node.ctx, ast.Load):
+            self._target(node)
+        module = node.value.id if isinstance(node.value, ast.Name) else ""
+        if module == "subprocess" and node not in self.called and node.attr not in SUBPROCESS_VALUES:
+            self.complain(node, f"subprocess.{node.attr} passed on: call it on a compiler")
+        if module == "os" and node.attr not in OS_ATTRIBUTES:
             self.complain(node, f"os.{node.attr}: of os a candidate uses {', '.join(sorted(OS_ATTRIBUTES))}")
         self.generic_visit(node)
 
@@ -111,13 +137,9 @@ class _Reader(ast.NodeVisitor):
         ):
             self.complain(node, f"{name}: a kernel does not reach into the interpreter")
 
-    def visit_Assign(self, node: ast.Assign) -> None:
-        for target in node.targets:
-            self._target(target)
-        self.generic_visit(node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self._target(node.target)
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if not isinstance(node.ctx, ast.Load):
+            self._target(node)
         self.generic_visit(node)
 
     def _target(self, target: ast.expr) -> None:
@@ -129,6 +151,9 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         function = node.func
+        self.called.add(function)
+        if isinstance(function, ast.Name) and function.id == "getattr" and _constant(node.args[1:2]):
+            self._attribute(node, str(node.args[1].value))  # type: ignore[attr-defined]
         if isinstance(function, ast.Name) and function.id == "getattr" and not _constant(node.args[1:2]):
             self.complain(node, "getattr with a computed name: write the attribute out")
         if _is_subprocess(function) and not self._compiles(node):
@@ -136,7 +161,7 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _compiles(self, node: ast.Call) -> bool:
-        if not node.args or any(keyword.arg == "shell" for keyword in node.keywords):
+        if not node.args or any(keyword.arg in (None, "shell", "executable") for keyword in node.keywords):
             return False
         command = node.args[0]
         if isinstance(command, ast.List) and command.elts:

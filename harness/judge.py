@@ -17,8 +17,8 @@ import torch
 
 from harness import decide
 from harness import messages as m
-from harness.errors import WorkerError
-from harness.sandbox import Child
+from harness.errors import DataError, WorkerError
+from harness.sandbox import Child, R
 from harness.schema import Block, Launch
 from harness.workload import Model, Phase, Workload
 
@@ -94,6 +94,13 @@ class Judge:
             self._oracle = self.spawn("oracle", "baseline")
             self._oracle.ask(self.opening({"A": ()}), m.Opened, self.limits.build_s)
         return self._oracle
+
+    def ask_oracle(self, request: m.Request, reply_type: type[R], deadline_s: float) -> R:
+        """The trusted child's answer. Raises DataError where it gives none: that is no verdict on a candidate."""
+        try:
+            return self.oracle().ask(request, reply_type, deadline_s)
+        except WorkerError as error:
+            raise DataError(f"the trusted child failed: {error}") from error
 
     def close(self) -> None:
         if self._oracle is not None:

@@ -150,7 +150,9 @@ class Child:
     def tail(self) -> str:
         """The end of what the child printed."""
         try:
-            return self.log.read_bytes()[-LOG_TAIL_CHARS:].decode("utf-8", "replace").strip()
+            with self.log.open("rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_TAIL_CHARS))
+                return log.read(LOG_TAIL_CHARS).decode("utf-8", "replace").strip()
         except OSError:
             return ""
 

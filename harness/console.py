@@ -121,14 +121,21 @@ def workloads_table(rows: Iterable[WorkloadRow]) -> Table:
     made = table(
         "workload,phase,tokens,GB a step,GFLOP a step,weights GiB,fits here", left=("workload", "phase", "fits here")
     )
+    refused: set[str] = set()
     for row in rows:
-        counted = (
-            (f"{row.bytes / 1e9:.4g}", f"{row.flops / 1e9:,.4g}", f"{row.weight_bytes / 2**30:.2f}")
-            if row.bytes
-            else ("", "", "")
-        )
+        if not row.bytes:  # the whole workload cannot run, and says why once
+            if row.workload not in refused:
+                made.add_row(row.workload, "all", "", "", "", "", escape(row.fits))
+            refused.add(row.workload)
+            continue
         made.add_row(
-            row.workload, row.phase + (" *" if row.decides else ""), f"{row.tokens:,}", *counted, escape(row.fits)
+            row.workload,
+            row.phase + (" *" if row.decides else ""),
+            f"{row.tokens:,}",
+            f"{row.bytes / 1e9:.4g}",
+            f"{row.flops / 1e9:,.4g}",
+            f"{row.weight_bytes / 2**30:.2f}",
+            escape(row.fits),
         )
     return made
 

@@ -59,21 +59,25 @@ def check_packages() -> None:
 
 def examine() -> list[Finding]:
     """Everything `optimize doctor` says, most basic first."""
-    findings = [Finding(what="Python", state="ok", detail=sys.version.split()[0]), _torch(), *_compilers(), _triton()]
-    findings += [_git(), _user_namespaces(), _transformers(), _memory()]
+    findings = [Finding(what="Python", state="ok", detail=sys.version.split()[0]), *_torch(), *_compilers()]
+    findings += [_triton(), _git(), _user_namespaces(), _transformers(), _memory()]
     return findings
 
 
-def _torch() -> Finding:
+def _torch() -> list[Finding]:
+    torch_itself = Finding(what="torch", state="ok", detail=torch.__version__)
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        return Finding(what="torch", state="ok", detail=f"{torch.__version__}, {names}")
-    return Finding(
-        what="torch",
-        state="missing",
-        detail=f"{torch.__version__}, no GPU: the tiny workloads run, Beam's real sizes do not",
-        mend="on a machine with a GPU: a driver that `nvidia-smi` shows, and a CUDA build of torch",
-    )
+        return [torch_itself, Finding(what="GPU", state="ok", detail=names)]
+    return [
+        torch_itself,
+        Finding(
+            what="GPU",
+            state="missing",
+            detail="torch sees none: the tiny workloads run, Beam's real sizes do not",
+            mend="on a machine with a GPU: a driver that `nvidia-smi` shows, and a CUDA build of torch",
+        ),
+    ]
 
 
 def _compilers() -> list[Finding]:

@@ -38,9 +38,15 @@ class CatalogAgent:
         path = folder / "catalog.toml"
         try:
             raw = tomllib.loads(path.read_text(encoding="utf-8"))
+            entries = [Entry(item["file"], item.get("note", "")) for item in raw.get(device, [])]
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise UsageError(f"cannot read the catalog {path}: {error}") from error
-        entries = [Entry(item["file"], item.get("note", "")) for item in raw.get(device, [])]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UsageError(
+                f"cannot read the catalog {path}: each file is a table headed [[{device}]] with a line file = ..."
+            ) from error
+        if gone := [entry.file for entry in entries if not (folder / entry.file).is_file()]:
+            raise UsageError(f"the catalog {path} names {gone[0]}, which is no file in {folder}")
         stems = {Path(entry.file).stem: entry for entry in entries}
         unknown = [name for name in only if name not in stems]
         if unknown:

@@ -96,7 +96,8 @@ def _lost_row(piece: Piece) -> OutputError | None:
     oracle = piece.oracle.flatten(0, -2)
     size = row_rms(oracle)
     theirs, mine = (row_rms(t.flatten(0, -2) - oracle) for t in (piece.reference, piece.candidate))
-    lost = (size > UNDERFLOW) & (theirs <= NO_BUDGET * size) & (mine > torch.maximum(LOST_ROW * size, 4 * theirs))
+    allowed = torch.maximum(LOST_ROW * size, 4 * theirs)
+    lost = (size > UNDERFLOW) & (theirs <= NO_BUDGET * size) & (mine > allowed)
     if not lost.any():
         return None
     row = int((mine / size).where(lost, 0.0).argmax())
@@ -106,6 +107,7 @@ def _lost_row(piece: Piece) -> OutputError | None:
         f"{int(lost.sum())} rows are lost, the worst at {list(place[:-1])}: RMSE {float(mine[row]):.3e} in a row of "
         f"rms {float(size[row]):.3e} that the baseline gets within {float(theirs[row]):.1e}",
         error=float(mine[row]),
+        budget=float(allowed[row]),
         reference_error=float(theirs[row]),
         place=place,
     )
@@ -140,7 +142,8 @@ def agreement(piece: Piece) -> OutputError:
     if error > budget:
         what = f"RMSE {error:.3e} to the baseline, which itself errs by {own:.3e}: more than {budget:.3e}"
     elif float(apart[worst].abs()) > peak:
-        what = f"{float(apart[worst].abs()):.3e} from the baseline at {list(place)}, allowed {peak:.3e}"
+        error, budget = float(apart[worst].abs()), peak
+        what = f"{error:.3e} from the baseline at {list(place)}, allowed {peak:.3e}"
     elif rms(mine) < 0.5 * min(rms(theirs), rms(oracle)) - UNDERFLOW:
         what = (
             f"rms {rms(mine):.3e} where baseline and oracle have {rms(theirs):.3e} and {rms(oracle):.3e}: it vanishes"
@@ -193,8 +196,8 @@ def judge_pool(pool: Sequence[Piece], *, whole_step: bool = False) -> OutputErro
             f"RMSE {error:.3e} exceeds the budget {budget:.3e} (baseline {own:.3e}, {oracle.numel()} elements); {value}"
         )
     elif not whole_step and float(mine[worst].abs()) > peak:
-        largest, largest_own = float(mine[worst].abs()), float(theirs.abs().max())
-        what = f"largest error {largest:.3e} exceeds {peak:.3e} (baseline {largest_own:.3e}); {value}"
+        error, own, budget = float(mine[worst].abs()), float(theirs.abs().max()), peak
+        what = f"largest error {error:.3e} exceeds {peak:.3e} (baseline {own:.3e}); {value}"
     elif not whole_step:
         my_chunks = torch.cat([b.chunk_means(p.candidate - p.oracle, p.oracle) for p in pool])
         their_chunks = torch.cat([b.chunk_means(p.reference - p.oracle, p.oracle) for p in pool])

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from agents.catalog import CatalogAgent
 from harness import console, device, doctor, loop, roofline, start
@@ -54,9 +55,9 @@ def progress(quiet: bool = False) -> Iterator[Any]:
         yield lambda _: None
     elif err.is_terminal:
         with err.status("starting") as status:
-            yield lambda text: status.update(text)
+            yield lambda text: status.update(escape(text))
     else:
-        yield lambda text: err.print(f"{datetime.now(UTC):%H:%M:%S} {text}", highlight=False)
+        yield lambda text: err.print(f"{datetime.now(UTC):%H:%M:%S} {text}", highlight=False, markup=False)
 
 
 def command_line() -> str:
@@ -123,11 +124,13 @@ def run(
     with progress() as said, device.DeviceLock(target):
         if resume is not None:
             session = start.resume_session(resume, target, said)
+            proposer = make_agent(session.config, target)
         else:
             found = start.find_workload(workload, workloads_file, target)
+            proposer = make_agent(order, target)  # a misspelt name leaves no run behind
             session = start.new_session(order, found, target, said)
         try:
-            reason = _run(session, make_agent(session.config, target), said, rounds)
+            reason = _run(session, proposer, said, rounds)
             page = write_report(session.directory, session.ledger.read())
         finally:
             session.close()
@@ -152,15 +155,15 @@ def _summarise(session: Session, reason: str, page: Path) -> None:
         if isinstance(line, Ladder):
             out.print(console.ladder_line(line, session.config.fingerprint.device), highlight=False)
     for warning in session.warnings:
-        err.print(f"[yellow]not committed:[/] {warning}", highlight=False)
+        err.print(f"[yellow]not committed:[/] {escape(warning)}", highlight=False)
     if session.config.branch:
-        out.print(f"kept rungs: branch {session.config.branch}", highlight=False)
-    out.print(f"report: {page}", soft_wrap=True, highlight=False)
+        out.print(f"kept rungs: branch {escape(session.config.branch)}", highlight=False)
+    out.print(f"report: {escape(str(page))}", soft_wrap=True, highlight=False)
     if session.warnings:
         raise typer.Exit(7)
 
 
-def make_agent(config: RunConfig, target: torch.device) -> CatalogAgent:
+def make_agent(config: RunConfig | start.Order, target: torch.device) -> CatalogAgent:
     if config.agent != CatalogAgent.name:
         raise UsageError(f"no agent is named {config.agent!r}; there is {CatalogAgent.name}")
     folder = Path(config.catalog) if config.catalog else REPOSITORY / "kernel_candidates"
@@ -286,7 +289,8 @@ def report_command(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.", exists=True, file_okay=False)],
 ) -> None:
     """Write report.html, ledger.csv and waterfall.svg of a run, from its ledger."""
-    out.print(str(write_report(run_dir.resolve(), read_ledger(run_dir / "ledger.jsonl"))), soft_wrap=True)
+    page = write_report(run_dir.resolve(), read_ledger(run_dir / "ledger.jsonl"))
+    out.print(escape(str(page)), soft_wrap=True, highlight=False)
 
 
 @app.command(epilog="Example: optimize workloads")
@@ -323,7 +327,7 @@ def main() -> None:
         doctor.check_packages()
         app()
     except OptimizeError as error:
-        err.print(f"[red]optimize:[/] {error}", highlight=False, soft_wrap=True)
+        err.print(f"[red]optimize:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         err.print("stopped; a run goes on with `optimize run --resume DIR`")

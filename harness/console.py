@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness.doctor import Finding, WorkloadRow
+from harness.report import wording
 from harness.report.steps import climb, level
 from harness.schema import Attempt, Gap, Gate, Ladder, OutputError, Profile, Status
 
@@ -70,9 +71,9 @@ def ladder_table(ladder: Ladder, device: str) -> Table:
     )
     for arm in ladder.arms:
         found = level(arm)
-        ms = f"{found.mean:.4g}" if found else ""
-        span = f"{found.low:.4g} to {found.high:.4g}" if found and found.low is not None else ""
-        made.add_row(arm.name, arm.kind, ms, span, str(len(arm.samples_ms)), escape(arm.note))
+        mean = wording.ms(found.mean) if found else None
+        span = " to ".join(filter(None, (wording.ms(found.low), wording.ms(found.high)))) if found else ""
+        made.add_row(arm.name, arm.kind, mean or "", span, str(len(arm.samples_ms)), escape(arm.note))
     return made
 
 

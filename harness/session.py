@@ -238,7 +238,8 @@ def read_profiles(directory: Path) -> tuple[tuple[Profile, ...], tuple[Profile, 
 
 
 def kept_files(directory: Path) -> tuple[str, ...]:
-    """Files of a run's kept stack, in order, without opening the run."""
+    """Files of a run's kept stack, in order, without opening the run. Raises UsageError where it is none."""
+    load_config(directory)
     kept: dict[str, str] = {}
     for line in read_ledger(directory / "ledger.jsonl"):
         if isinstance(line, Attempt) and line.decision.status is Status.KEPT:

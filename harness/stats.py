@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import scipy.stats
 
 from harness.errors import DataError
 from harness.schema import Block, Estimate, Launch
@@ -72,6 +71,8 @@ def standard_error(ratios: Sequence[float]) -> float:
 @functools.cache
 def t_multiple(processes: int, alpha: float) -> float:
     """One-sided: a Student t with processes - 1 degrees of freedom exceeds it with probability alpha."""
+    import scipy.stats  # over a second to import, which commands that judge nothing need not wait for
+
     return float(scipy.stats.t.isf(alpha, processes - 1))
 
 
@@ -85,6 +86,8 @@ def skewness(ratios: Sequence[float]) -> tuple[float, float]:
     values = np.asarray(ratios, dtype=float)
     if np.ptp(values) <= 1e-12:
         return 0.0, sd
+    import scipy.stats
+
     return float(scipy.stats.skew(values, bias=False)), sd
 
 

@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # What a first run proposes: enough to see changes kept and turned down in a few minutes. The whole catalog takes longer.
-DEMO := experts_gathered_cpu router_bf16 norm_residual_norm_cpu norm_float64 router_one_pass_cpu qk_norm_rope_cache_cpu \
+DEMO := experts_gathered_cpu router_bf16 norm_residual_norm_cpu norm_float64 qk_norm_rope_cache_cpu \
         decode_attention_cpu prefill_attention_cpu
 CODE := harness agents baselines kernel_candidates tests
 

@@ -150,7 +150,9 @@ def _summarise(session: Session, reason: str, page: Path) -> None:
     """The final table, the ladders' ends, what is not committed, and where the report is."""
     lines = read_ledger(session.directory / "ledger.jsonl")
     attempts = [line for line in lines if isinstance(line, Attempt)]
-    out.print(console.attempts_table(attempts, f"{session.config.run}: {reason}"))
+    out.print(console.attempts_table(attempts, f"{session.config.run}: {reason}; ms a step"))
+    for text in console.turned_down_lines(attempts):
+        out.print(text, highlight=False)
     for line in lines:
         if isinstance(line, Ladder):
             out.print(console.ladder_line(line, session.config.fingerprint.device), highlight=False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -14,7 +16,7 @@ from harness.report.steps import climb, level
 from harness.schema import Attempt, Gap, Gate, Ladder, OutputError, Profile, Status
 
 MARKS = {Status.KEPT: "[green]kept[/]", Status.INCONCLUSIVE: "[yellow]inconclusive[/]"}
-WHY_CHARS = 110
+WHY_CHARS = 200
 FINDINGS = {"ok": "[green]ok[/]     ", "missing": "[yellow]missing[/]", "bad": "[red]bad[/]    "}
 
 
@@ -37,19 +39,27 @@ def attempt_line(attempt: Attempt) -> str:
 
 
 def attempts_table(attempts: Iterable[Attempt], title: str) -> Table:
-    """Every attempt with its verdict, both arms of its target phase and the reason."""
-    made = table(
-        "#,rewrite,verdict,phase,before ms,after ms,why", left=("rewrite", "verdict", "phase", "why"), title=title
-    )
+    """Every attempt with its verdict, both arms of its target phase and the gain; fits 80 columns."""
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("#", "rewrite", "verdict", "phase", "before", "after", "gain"):
+        made.add_column(column, justify="left" if column in ("rewrite", "verdict", "phase") else "right", no_wrap=True)
     for attempt in attempts:
-        target = next((e for e in attempt.estimates if e.phase == attempt.target), None)
-        before, after = (f"{target.baseline_ms:.3f}", f"{target.candidate_ms:.3f}") if target else ("", "")
-        reason = (attempt.decision.reason.splitlines() or [""])[0].removeprefix(f"{attempt.target} ")
-        why = escape(textwrap.shorten(reason, WHY_CHARS, placeholder=" ..."))
-        made.add_row(
-            str(attempt.attempt), attempt.name, mark(attempt.decision.status), attempt.target, before, after, why
+        found = next((e for e in attempt.estimates if e.phase == attempt.target), None)
+        figures = (
+            (wording.ms(found.baseline_ms), wording.ms(found.candidate_ms), f"{math.expm1(found.log_ratio):+.1%}")
+            if found
+            else ()
         )
+        made.add_row(str(attempt.attempt), attempt.name, mark(attempt.decision.status), attempt.target, *figures)
     return made
+
+
+def turned_down_lines(attempts: Iterable[Attempt]) -> Iterator[str]:
+    """Why each attempt that was not kept was not."""
+    for attempt in attempts:
+        if attempt.decision.status is not Status.KEPT:
+            reason = textwrap.shorten(attempt.decision.reason, WHY_CHARS, placeholder=" ...")
+            yield f"{attempt.attempt} {attempt.name}: {mark(attempt.decision.status)}: {escape(reason)}"
 
 
 def ladder_line(ladder: Ladder, device: str) -> str:

@@ -50,7 +50,9 @@ class CatalogAgent:
         stems = {Path(entry.file).stem: entry for entry in entries}
         unknown = [name for name in only if name not in stems]
         if unknown:
-            raise UsageError(f"the catalog has no {unknown[0]!r} for {device}; it has {', '.join(stems)}")
+            elsewhere = [kind for kind, items in raw.items() if unknown[0] in {Path(i["file"]).stem for i in items}]
+            known = f"it is for {elsewhere[0]}; for {device} there are" if elsewhere else "it has"
+            raise UsageError(f"the catalog has no {unknown[0]!r} for {device}; {known} {', '.join(stems)}")
         return cls(folder, [stems[name] for name in only] if only else entries)
 
     def propose(self, brief: Brief) -> Proposal | None:

@@ -33,10 +33,11 @@ from harness.workload import Model, Phase, Workload
 
 
 class CandidateFault(CandidateError):
-    """The candidate's own code raised; `stage` is `import`, `prepare` or `run`."""
+    """The candidate's own code raised, or broke the contract (a CandidateError); `stage` is import, prepare or run."""
 
     def __init__(self, stage: str, cause: BaseException) -> None:
-        super().__init__(f"{stage}: {type(cause).__name__}: {cause}")
+        kind = "" if isinstance(cause, CandidateError) else f"{type(cause).__name__}: "
+        super().__init__(f"{stage}: {kind}{cause}")
         self.stage = stage
         self.cause = cause
 
@@ -45,6 +46,13 @@ def build_model(workload: Workload) -> Model:
     """The workload's model, built by the package it names."""
     model: Model = importlib.import_module(workload.model).build(workload)
     return model
+
+
+class Named(dict[str, Any]):
+    """What a site holds by name; a name that is not there is answered with those that are."""
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"{name} is not among {', '.join(self) or 'none'}")
 
 
 def site_of(
@@ -76,8 +84,8 @@ def site_of(
         inputs={key: spec for key, spec in inputs.items() if key not in caches},
         outputs=outputs,
         caches=caches,
-        weights=named,
-        attrs=attrs,
+        weights=Named(named),
+        attrs=Named(attrs),
     )
 
 
@@ -109,6 +117,7 @@ def adapter(candidate: Candidate, site: Site, state: Any, values: Sequence[str],
     plain = tuple((index, name) for index, name in enumerate(roles) if name not in caches)
     held = tuple((index, name) for index, name in enumerate(roles) if name in caches)
     outputs = tuple(site.outputs)
+    expected = dict.fromkeys(outputs).keys()
     run = candidate.run
 
     def bound(*args: Tensor) -> tuple[Tensor, ...]:
@@ -117,13 +126,13 @@ def adapter(candidate: Candidate, site: Site, state: Any, values: Sequence[str],
         except Exception as error:
             raise CandidateFault("run", error) from error
         if not isinstance(made, dict):
-            raise CandidateFault("run", TypeError(f"run must return a dict of outputs, not {type(made).__name__}"))
-        if len(made) != len(outputs):
-            raise CandidateFault("run", KeyError(f"outputs must be exactly {', '.join(outputs) or 'none'}"))
-        try:
-            return tuple([made[name] for name in outputs])
-        except KeyError as error:
-            raise CandidateFault("run", KeyError(f"output {error} is missing; give {', '.join(outputs)}")) from error
+            raise CandidateFault("run", CandidateError(f"returned {type(made).__name__}, not a dict of outputs"))
+        if made.keys() != expected:
+            found, wanted = (", ".join(map(str, names)) or "none" for names in (made, outputs))
+            raise CandidateFault(
+                "run", CandidateError(f"returned the outputs {found}; it must return exactly {wanted}")
+            )
+        return tuple([made[name] for name in outputs])
 
     return bound
 

@@ -106,6 +106,9 @@ def run(
 ) -> None:
     """Profile, propose, judge, keep, record: the loop. Kept rewrites become commits, every attempt a ledger line."""
     target = device.resolve(device_name)
+    given = {"-w": workload, "--only": only, "--phase": phase, "--seed": seed, "--catalog": catalog, "--out": out_dir}
+    if resume is not None and (own := [option for option, value in given.items() if value not in (None, [])]):
+        raise UsageError(f"--resume goes on with the run's own {', '.join(own)}: leave out what you gave")
     order = start.Order(
         agent=agent,
         command=command_line(),

@@ -57,7 +57,7 @@ def inspect(path: Path) -> list[Complaint]:
     if len(data) > MAX_BYTES:
         return [Complaint(1, f"the file has {len(data):,} bytes; a candidate has at most {MAX_BYTES:,}")]
     try:
-        tree = ast.parse(data.decode("utf-8"))
+        tree = ast.parse(data.decode("utf-8"), path.name)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [Complaint(getattr(error, "lineno", None) or 1, f"not Python that can be read: {error}")]
     reader = _Reader()

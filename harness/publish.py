@@ -15,7 +15,7 @@ def write_report(directory: Path, lines: Sequence[LedgerLine]) -> Path:
     """Writes report.html, ledger.csv and waterfall.svg of a run, the newest ladder of each phase and set of arms."""
     config = load_config(directory)
     attempts = tuple(line for line in lines if isinstance(line, Attempt))
-    before, after = read_profiles(directory)
+    before, after = read_profiles(directory, lines)
     ladders = {(x.workload, x.phase, *(arm.name for arm in x.arms)): x for x in lines if isinstance(x, Ladder)}
     data = report.RunData(
         config=config,

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,10 +27,11 @@ from harness.judge import Judge
 from harness.keep import Keeper, NotCommittedError, Rung
 from harness.ledger import Ledger, read_ledger, write_atomic
 from harness.profiling import cost_on_meta
-from harness.schema import Attempt, Ceilings, Commit, Gap, Ladder, Profile, RunConfig, Status
+from harness.schema import Attempt, Ceilings, Commit, Gap, Ladder, LedgerLine, Profile, RunConfig, Status
 
 COMMIT_FILE = "stack.json"
 SCRATCH = "optimize-"
+BASELINE = "baseline"
 
 
 @dataclass
@@ -53,12 +54,7 @@ class Session:
 
     def stack(self) -> dict[str, str]:
         """Kept rewrites by name, in order, with the paths of their files; a newer one of a name replaces the older."""
-        kept: dict[str, str] = {}
-        for attempt in self.attempts():
-            if attempt.decision.status is Status.KEPT:
-                kept.pop(attempt.name, None)
-                kept[attempt.name] = str(self.directory / attempt.file)
-        return kept
+        return {a.name: str(self.directory / a.file) for a in kept_attempts(self.attempts())}
 
     def spent_s(self) -> float:
         """Seconds of judging, over all sittings."""
@@ -152,13 +148,11 @@ class Session:
 
     def profile(self, phase: str) -> Profile:
         """The kept stack's profile of a phase, taken once for each stack and held in `profiles/`."""
-        stack = self.stack()
-        digest = hashlib.sha256("\n".join(stack.values()).encode()).hexdigest()[:12] if stack else "baseline"
-        path = self.directory / "profiles" / f"{phase}-{digest}.json"
+        path = self.directory / "profiles" / f"{phase}-{stack_digest(self.attempts())}.json"
         if path.exists():
             return Profile.model_validate_json(path.read_bytes())
         self.said(f"profile {phase}")
-        profile = take_profile(self.judge, tuple(stack.values()), phase, self.config.ceilings)
+        profile = take_profile(self.judge, tuple(self.stack().values()), phase, self.config.ceilings)
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, profile.model_dump_json(indent=1))
         return profile
@@ -228,24 +222,38 @@ def commit_message(attempt: Attempt) -> str:
     return "\n".join(lines).strip()
 
 
-def read_profiles(directory: Path) -> tuple[tuple[Profile, ...], tuple[Profile, ...]]:
-    """(the baseline's, the newest stack's) profiles of a run, one a phase."""
-    newest: dict[str, dict[str, Profile]] = {"before": {}, "after": {}}
-    for path in sorted((directory / "profiles").glob("*.json"), key=lambda p: p.stat().st_mtime):
-        profile = Profile.model_validate_json(path.read_bytes())
-        newest["before" if path.stem.endswith("-baseline") else "after"][profile.phase] = profile
-    return tuple(newest["before"].values()), tuple(newest["after"].values())
+def kept_attempts(lines: Iterable[LedgerLine]) -> list[Attempt]:
+    """The kept stack, in order; a newer rewrite of a name replaces the older."""
+    kept: dict[str, Attempt] = {}
+    for line in lines:
+        if isinstance(line, Attempt) and line.decision.status is Status.KEPT:
+            kept.pop(line.name, None)
+            kept[line.name] = line
+    return list(kept.values())
+
+
+def stack_digest(lines: Iterable[LedgerLine]) -> str:
+    """The kept stack's name in `profiles/`: the same wherever the run lies."""
+    hashes = [attempt.file_sha256 for attempt in kept_attempts(lines)]
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:12] if hashes else BASELINE
+
+
+def read_profiles(directory: Path, lines: Iterable[LedgerLine]) -> tuple[tuple[Profile, ...], tuple[Profile, ...]]:
+    """(the baseline's, the kept stack's) profiles of a run, one a phase."""
+
+    def of(digest: str) -> tuple[Profile, ...]:
+        paths = sorted((directory / "profiles").glob(f"*-{digest}.json"))
+        return tuple(Profile.model_validate_json(path.read_bytes()) for path in paths)
+
+    digest = stack_digest(lines)
+    return of(BASELINE), of(digest) if digest != BASELINE else ()
 
 
 def kept_files(directory: Path) -> tuple[str, ...]:
     """Files of a run's kept stack, in order, without opening the run. Raises UsageError where it is none."""
     load_config(directory)
-    kept: dict[str, str] = {}
-    for line in read_ledger(directory / "ledger.jsonl"):
-        if isinstance(line, Attempt) and line.decision.status is Status.KEPT:
-            kept.pop(line.name, None)
-            kept[line.name] = str(directory.resolve() / line.file)
-    return tuple(kept.values())
+    kept = kept_attempts(read_ledger(directory / "ledger.jsonl"))
+    return tuple(str(directory.resolve() / attempt.file) for attempt in kept)
 
 
 def load_config(directory: Path) -> RunConfig:

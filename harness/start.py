@@ -36,6 +36,8 @@ def find_workload(name: str | None, file: Path | None, target: torch.device) -> 
     if chosen not in known:
         raise UsageError(f"no workload is named {chosen!r}; there are {', '.join(known)} (`optimize workloads`)")
     workload = known[chosen]
+    if workload.ranks > 1:
+        build_model(workload).program(workload.phases[0])  # says so where several ranks cannot run
     if target.type not in workload.devices:
         raise DeviceError(
             f"{chosen} runs on {', '.join(workload.devices)}, and this is {target.type}; "

@@ -251,6 +251,8 @@ def failure(error: BaseException) -> m.Failed:
     """What went wrong, and whose fault it is."""
     detail = "".join(traceback.format_exception(error))[-4000:]
     if isinstance(error, CandidateFault):
+        if isinstance(error.cause, CandidateError):  # the message says all; no line of the candidate raised
+            detail = ""
         compiler = type(error.cause).__module__.startswith(("triton", "subprocess")) or error.stage != "run"
         return m.Failed(blame="build" if compiler else "candidate", error=str(error), detail=detail)
     if isinstance(error, CandidateError | ProgramError):

@@ -26,7 +26,7 @@ ALLOWED = {
     "baselines": ("baselines", "harness.errors", "harness.program", "harness.workload"),
     "kernel_candidates": ("harness.candidate",),
 }
-FILE_LINES = {"harness": 340, "agents": 330, "baselines": 330, "kernel_candidates": 420}
+FILE_LINES = {"harness": 345, "agents": 330, "baselines": 330, "kernel_candidates": 420}
 FUNCTION_LINES = 50
 ONE_FILE_BY_RULE = {"harness.schema": 450}
 """Every record that crosses a process or reaches disk stands in one file."""

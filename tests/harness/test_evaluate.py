@@ -54,8 +54,8 @@ FAULTS = (
     Fault("endless", Gate.NUMERICS, Status.TIMED_OUT, ("deadline", "round and round"), {"numerics_s": 2}),
     Fault("raises_at_import", Gate.BUILD, Status.BUILD_FAILED, ("import: RuntimeError: no compiler here",)),
     Fault("raises_in_prepare", Gate.NUMERICS, Status.BUILD_FAILED, ("prepare: ValueError: no kernel for layer 4",)),
-    Fault("forgets_an_output", Gate.NUMERICS, Status.CRASHED, ("outputs must be exactly cos, sin",)),
-    Fault("misnames_an_output", Gate.NUMERICS, Status.CRASHED, ("output 'logits' is missing", "run: KeyError")),
+    Fault("forgets_an_output", Gate.NUMERICS, Status.CRASHED, ("it must return exactly cos, sin",)),
+    Fault("misnames_an_output", Gate.NUMERICS, Status.CRASHED, ("it must return exactly logits",)),
     Fault("returns_nothing", Gate.NUMERICS, Status.CRASHED, ("run: ",)),
 )
 ENDS_THE_CHILD = frozenset("exits segfaults forges endless".split())

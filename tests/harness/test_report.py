@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -21,6 +22,8 @@ import pytest
 from markupsafe import escape
 
 from harness import report
+from harness.ledger import read_ledger
+from harness.publish import write_report
 from harness.report import palette, wording
 from harness.report.rows import RunData, attempt_rows, climbs, region_tables
 from harness.report.steps import climb
@@ -44,6 +47,7 @@ from harness.schema import (
     RunConfig,
     Status,
 )
+from harness.session import read_profiles
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DEVICE = "NVIDIA H200"
@@ -685,3 +689,21 @@ def test_in_a_browser_the_page_fits_and_its_filter_works(page: str, run: RunData
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     got = json.loads(re.findall(r'<pre id="got">(.*?)</pre>', dom)[0])
     assert got == {"width": width, "overflow": 0, "seen": len(run.kept())}
+
+
+def test_a_report_is_the_same_wherever_the_run_lies_and_whenever_its_files_were_written(tmp_path: Path) -> None:
+    """A clone keeps neither folder nor file times: the kept stack's profile is found by the stack."""
+    committed = Path(__file__).resolve().parents[2] / "results" / "h200-tp8-rank-12"
+    pages = []
+    for order in (1, -1):
+        run = tmp_path / f"copy{order}" / committed.name
+        shutil.copytree(committed, run)
+        for age, path in enumerate(sorted((run / "profiles").iterdir())[::order]):
+            os.utime(path, (1_000_000 + age, 1_000_000 + age))
+        pages.append(write_report(run, read_ledger(run / "ledger.jsonl")).read_bytes())
+        _, after = read_profiles(run, read_ledger(run / "ledger.jsonl"))
+        assert {profile.phase: round(profile.captured_ms or 0, 2) for profile in after} == {
+            "decode-b1": 0.90,
+            "prefill-8x2048": 59.42,
+        }
+    assert pages[0] == pages[1]

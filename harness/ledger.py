@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from harness.errors import DataError
-from harness.schema import SCHEMA_VERSION, Attempt, Commit, LedgerLine, Repair
+from harness.schema import SCHEMA_VERSION, Attempt, Commit, LedgerLine, Repair, Status
 
 LINE: TypeAdapter[LedgerLine] = TypeAdapter(LedgerLine)
 
@@ -236,3 +236,13 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def kept_stack(lines: Iterable[LedgerLine]) -> dict[str, Attempt]:
+    """Kept attempts by name, in the order of the stack; a newer one of a name takes the older one's place, last."""
+    kept: dict[str, Attempt] = {}
+    for line in lines:
+        if isinstance(line, Attempt) and line.decision.status is Status.KEPT:
+            kept.pop(line.name, None)
+            kept[line.name] = line
+    return kept

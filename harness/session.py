@@ -11,11 +11,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-import psutil
+from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from harness import ladder, roofline
@@ -25,13 +26,14 @@ from harness.errors import DataError, UsageError
 from harness.evaluate import Evaluation, Proposed
 from harness.judge import Judge
 from harness.keep import Keeper, NotCommittedError, Rung
-from harness.ledger import Ledger, read_ledger, write_atomic
+from harness.ledger import Ledger, kept_stack, read_ledger, write_atomic
 from harness.profiling import cost_on_meta
 from harness.schema import Attempt, Ceilings, Commit, Gap, Ladder, LedgerLine, Profile, RunConfig, Status
 
 COMMIT_FILE = "stack.json"
-SCRATCH = "optimize-"
-BASELINE = "baseline"
+SCRATCH, OWNED = "optimize-", "owned.lock"
+_owned: list[FileLock] = []
+"""Locks of this process's scratch folders, held until it ends."""
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Session:
 
     def stack(self) -> dict[str, str]:
         """Kept rewrites by name, in order, with the paths of their files; a newer one of a name replaces the older."""
-        return {a.name: str(self.directory / a.file) for a in kept_attempts(self.attempts())}
+        return {name: str(self.directory / a.file) for name, a in kept_stack(self.attempts()).items()}
 
     def spent_s(self) -> float:
         """Seconds of judging, over all sittings."""
@@ -222,20 +224,10 @@ def commit_message(attempt: Attempt) -> str:
     return "\n".join(lines).strip()
 
 
-def kept_attempts(lines: Iterable[LedgerLine]) -> list[Attempt]:
-    """The kept stack, in order; a newer rewrite of a name replaces the older."""
-    kept: dict[str, Attempt] = {}
-    for line in lines:
-        if isinstance(line, Attempt) and line.decision.status is Status.KEPT:
-            kept.pop(line.name, None)
-            kept[line.name] = line
-    return list(kept.values())
-
-
 def stack_digest(lines: Iterable[LedgerLine]) -> str:
     """The kept stack's name in `profiles/`: the same wherever the run lies."""
-    hashes = [attempt.file_sha256 for attempt in kept_attempts(lines)]
-    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:12] if hashes else BASELINE
+    hashes = [attempt.file_sha256 for attempt in kept_stack(lines).values()]
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:12] if hashes else ladder.BASELINE
 
 
 def read_profiles(directory: Path, lines: Iterable[LedgerLine]) -> tuple[tuple[Profile, ...], tuple[Profile, ...]]:
@@ -246,14 +238,14 @@ def read_profiles(directory: Path, lines: Iterable[LedgerLine]) -> tuple[tuple[P
         return tuple(Profile.model_validate_json(path.read_bytes()) for path in paths)
 
     digest = stack_digest(lines)
-    return of(BASELINE), of(digest) if digest != BASELINE else ()
+    return of(ladder.BASELINE), of(digest) if digest != ladder.BASELINE else ()
 
 
 def kept_files(directory: Path) -> tuple[str, ...]:
     """Files of a run's kept stack, in order, without opening the run. Raises UsageError where it is none."""
     load_config(directory)
-    kept = kept_attempts(read_ledger(directory / "ledger.jsonl"))
-    return tuple(str(directory.resolve() / attempt.file) for attempt in kept)
+    kept = kept_stack(read_ledger(directory / "ledger.jsonl"))
+    return tuple(str(directory.resolve() / attempt.file) for attempt in kept.values())
 
 
 def load_config(directory: Path) -> RunConfig:
@@ -270,13 +262,17 @@ def load_config(directory: Path) -> RunConfig:
 def scratch_folder() -> Path:
     """A private folder for tensors on their way between processes: shared memory where it has room.
 
-    What a killed run left there is removed first: the folder's name has its owner's process id.
+    Its lock is this process's until it ends. What a killed run left is removed first: the folders whose lock is free,
+    which holds across containers too, where process ids say nothing.
     """
     shared = Path("/dev/shm")
     roomy = shared.is_dir() and shutil.disk_usage(shared).free > 16 << 30
     root = shared if roomy else Path(tempfile.gettempdir())
-    for left in root.glob(f"{SCRATCH}*-*"):
-        owner = left.name.removeprefix(SCRATCH).partition("-")[0]
-        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir=root))
+    for left in root.glob(f"{SCRATCH}*/{OWNED}"):
+        with suppress(OSError, Timeout), FileLock(left, timeout=0):
+            shutil.rmtree(left.parent, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir=root))
+    lock = FileLock(made / OWNED)
+    lock.acquire()
+    _owned.append(lock)
+    return made

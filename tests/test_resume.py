@@ -23,26 +23,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 KILLS = int(os.environ.get("OPTIMIZE_KILLS", "3"))
 FILES = ("experts/experts_gathered_cpu.py", "router/router_bf16.py", "norms/norm_float64.py")
-WORKLOAD = """
-[small]
-base = "beam-tiny"
-title = "four layers, decode alone"
-layers = 4
-
-[[small.phases]]
-name = "decode-b1"
-kind = "decode"
-batch = 1
-context = 96
-decides = true
-"""
+WORKLOADS = ROOT / "tests" / "cli_workloads.toml"
 BEFORE_SCREEN = ("guard", "build", "numerics")
 SURE_GAIN = 0.10
 
 
 @dataclass
 class Site:
-    """A folder of its own for one run: repository, catalog, workload file, caches."""
+    """A folder of its own for one run: repository, catalog, caches."""
 
     root: Path
 
@@ -58,7 +46,6 @@ class Site:
             (catalog / name).write_bytes((ROOT / "kernel_candidates" / file).read_bytes())
             entries.append(f'[[cpu]]\nfile = "{name}"\n')
         (catalog / "catalog.toml").write_text("\n".join(entries))
-        (root / "small.toml").write_text(WORKLOAD)
         (repo / "README").write_text("somebody's project\n")
         for command in (("init", "-q", "-b", "main"), ("add", "README"), ("commit", "-qm", "first")):
             cls(root).git(*command)
@@ -79,7 +66,7 @@ class Site:
 
     def start(self) -> subprocess.Popen[str]:
         """Begins the run, or goes on with it where it has begun."""
-        new = f"-w small --workloads {self.root}/small.toml --catalog {self.root}/catalog --seed 11 --out {self.run}"
+        new = f"-w small --workloads {WORKLOADS} --catalog {self.root}/catalog --seed 11 --out {self.run}"
         words = f"--resume {self.run}" if (self.run / "run.json").exists() else new
         own = {"XDG_CACHE_HOME": str(self.root / "cache"), "TMPDIR": str(self.root), "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(

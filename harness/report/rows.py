@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from harness.ledger import kept_stack
 from harness.report.palette import family
 from harness.report.steps import Waterfall, climb
 from harness.report.wording import Interval, finite
@@ -56,13 +57,8 @@ class RunData:
     notes: tuple[str, ...] = ()
 
     def kept(self) -> dict[str, Attempt]:
-        """Kept attempts by name, in the order of the stack; a newer one of a name takes the older one's place."""
-        found: dict[str, Attempt] = {}
-        for attempt in self.attempts:
-            if attempt.decision.status is Status.KEPT:
-                found.pop(attempt.name, None)
-                found[attempt.name] = attempt
-        return found
+        """The kept stack, by name."""
+        return kept_stack(self.attempts)
 
     def phases(self) -> tuple[str, ...]:
         """Phases that something was measured or tried in, those with a ladder first."""

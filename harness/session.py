@@ -31,7 +31,7 @@ from harness.profiling import cost_on_meta
 from harness.schema import Attempt, Ceilings, Commit, Gap, Ladder, LedgerLine, Profile, RunConfig, Status
 
 COMMIT_FILE = "stack.json"
-SCRATCH, OWNED = "optimize-", "owned.lock"
+SCRATCH, LOCKED = "optimize-", ".lock"
 _owned: list[FileLock] = []
 """Locks of this process's scratch folders, held until it ends."""
 
@@ -262,17 +262,18 @@ def load_config(directory: Path) -> RunConfig:
 def scratch_folder() -> Path:
     """A private folder for tensors on their way between processes: shared memory where it has room.
 
-    Its lock is this process's until it ends. What a killed run left is removed first: the folders whose lock is free,
-    which holds across containers too, where process ids say nothing.
+    The lock beside it is this process's until it ends. What a killed run left is removed first: folders whose lock is
+    free, which holds across containers too, where process ids say nothing.
     """
     shared = Path("/dev/shm")
     roomy = shared.is_dir() and shutil.disk_usage(shared).free > 16 << 30
     root = shared if roomy else Path(tempfile.gettempdir())
-    for left in root.glob(f"{SCRATCH}*/{OWNED}"):
+    for left in root.glob(f"{SCRATCH}*{LOCKED}"):
         with suppress(OSError, Timeout), FileLock(left, timeout=0):
-            shutil.rmtree(left.parent, ignore_errors=True)
+            shutil.rmtree(left.with_suffix(""), ignore_errors=True)
+            left.unlink()
     made = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir=root))
-    lock = FileLock(made / OWNED)
+    lock = FileLock(f"{made}{LOCKED}")
     lock.acquire()
     _owned.append(lock)
     return made
